@@ -15,7 +15,7 @@ from typing import Any
 
 from encoder_service.errors import DeadlineExceeded, Draining
 from encoder_service.scheduler.planner import Ticket
-from encoder_service.store.embedding_store import HeldRows
+from encoder_service.store.embedding_store import PinnedRows
 from encoder_service.types import EncodedItem, Grid, StageTimings
 
 
@@ -32,7 +32,7 @@ class InFlightEncode:
         key: bytes,
         content_digest: bytes,
         deadline_s: float | None,
-        run: Callable[[InFlightEncode], Coroutine[Any, Any, HeldRows]],
+        run: Callable[[InFlightEncode], Coroutine[Any, Any, PinnedRows]],
         *,
         is_prefetch: bool,
     ) -> None:
@@ -47,7 +47,7 @@ class InFlightEncode:
         self._tickets: list[Ticket] = []
         loop = asyncio.get_running_loop()
         self.expected: asyncio.Future[EncodedItem] = loop.create_future()
-        self.task: asyncio.Task[HeldRows] = loop.create_task(run(self))
+        self.task: asyncio.Task[PinnedRows] = loop.create_task(run(self))
 
     def ticket(self, grid: Grid, *, merges_time: bool) -> Ticket:
         """A place in the engine's queue. Callers that join or leave later change it. merges_time: the tower
@@ -124,7 +124,7 @@ class InFlightEncodes:
         key: bytes,
         content_digest: bytes,
         deadline_s: float | None,
-        run: Callable[[InFlightEncode], Coroutine[Any, Any, HeldRows]],
+        run: Callable[[InFlightEncode], Coroutine[Any, Any, PinnedRows]],
         *,
         is_prefetch: bool = False,
     ) -> InFlightEncode:
@@ -135,7 +135,7 @@ class InFlightEncodes:
         self._encodes[namespace, key] = encode
         return encode
 
-    async def wait(self, encode: InFlightEncode, deadline_s: float | None) -> HeldRows:
+    async def wait(self, encode: InFlightEncode, deadline_s: float | None) -> PinnedRows:
         """The encode's rows, held for this caller. Must be called in the same step of the loop as ``join`` or
         ``start``. A caller that leaves, by cancellation or its deadline, ends the encode if it was the last.
 

@@ -18,7 +18,7 @@ from encoder_service.engine.device import DeviceEngine
 from encoder_service.engine.jobs import TowerResult
 from encoder_service.errors import DeviceFault
 from encoder_service.scheduler.planner import Ticket
-from encoder_service.store.embedding_store import EmbeddingStore, HeldRows
+from encoder_service.store.embedding_store import EmbeddingStore, PinnedRows
 from encoder_service.types import EncodedItem, TowerItem
 
 
@@ -50,7 +50,7 @@ class OutputReservation:
         self._jobs[job] = ticket
         return job
 
-    def commit(self) -> HeldRows:
+    def commit(self) -> PinnedRows:
         """Publishes the complete rows in the store and returns them, held for the caller. Requires that
         ``rows`` is not None. Raises Draining after the store was closed."""
         reservation, self._reservation = self._reservation, None

@@ -46,7 +46,7 @@ from encoder_service.ops.metrics import Metrics
 from encoder_service.output import OutputReservation
 from encoder_service.scheduler.admission import Admission, Permit, UnreadBytes
 from encoder_service.store.arena import TierName
-from encoder_service.store.embedding_store import EmbeddingStore, HeldRows
+from encoder_service.store.embedding_store import EmbeddingStore, PinnedRows
 from encoder_service.towers.tower import Tower
 from encoder_service.types import (
     CacheTier,
@@ -86,7 +86,7 @@ class EncodeResult:
     """One item's rows for one caller. held: keeps them in place until ``release``. ready_s: when they were
     there, in the pipeline's clock."""
 
-    held: HeldRows
+    held: PinnedRows
     tier: CacheTier
     timings: StageTimings
     ready_s: float
@@ -200,11 +200,11 @@ class Pipeline:
         identity.check_digest(key, "key")
         return self.store.peek(namespace, key) or self.inflight.get(namespace, key)
 
-    async def in_tier(self, delivered: EncodeResult, namespace: str, tier: TierName) -> EncodeResult:
-        """The same rows in that tier, as far as there is room: see ``EmbeddingStore.in_tier``. Takes
+    async def ensure_tier(self, delivered: EncodeResult, namespace: str, tier: TierName) -> EncodeResult:
+        """The same rows in that tier, as far as there is room: see ``EmbeddingStore.ensure_tier``. Takes
         ``delivered`` over, also when this raises."""
         try:
-            held = await self.store.in_tier(delivered.held, namespace, tier)
+            held = await self.store.ensure_tier(delivered.held, namespace, tier)
         except Exception as error:
             if self._engine.fault is not None:
                 raise DeviceFault(self._engine.fault.message) from error
@@ -265,7 +265,7 @@ class Pipeline:
 
     # -- one encode ------------------------------------------------------------------------------------
 
-    async def _run(self, encode: InFlightEncode, item: Item) -> HeldRows:
+    async def _run(self, encode: InFlightEncode, item: Item) -> PinnedRows:
         """Admission, decode, device, store."""
         permit = self.admission.acquire(identity.content_bytes(item))
         try:
@@ -287,7 +287,7 @@ class Pipeline:
                 self.metrics.observe_stage(name[: -len("_ms")], milliseconds / 1e3)
         return held
 
-    async def _encode_single(self, encode: InFlightEncode, item: Item, permit: Permit) -> HeldRows:
+    async def _encode_single(self, encode: InFlightEncode, item: Item, permit: Permit) -> PinnedRows:
         """An image, or patches that the caller made."""
         timings, tower = encode.timings, self.model.tower
         started_s = self.clock()
@@ -314,7 +314,7 @@ class Pipeline:
         content: EncodedFile | FrameArray,
         options: PreprocessOptions,
         permit: Permit,
-    ) -> HeldRows:
+    ) -> PinnedRows:
         tower = self.model.tower
         started_s = self.clock()
         clip = await self._on_worker(self.model.preprocessor.open_clip, content, options)
@@ -383,7 +383,9 @@ class Pipeline:
         rows = torch.empty(num_rows, tower.width, dtype=self._dtype, device="meta")
         return EncodedItem(encode.key, encode.content_digest, grid, rows, tower.num_deepstack_levels, clip)
 
-    async def _store(self, encode: InFlightEncode, output: OutputReservation, item: EncodedItem) -> HeldRows:
+    async def _store(
+        self, encode: InFlightEncode, output: OutputReservation, item: EncodedItem
+    ) -> PinnedRows:
         """The item's complete rows, held where the store keeps them, or as they are where it has no room."""
         started_s = self.clock()
         if output.rows is not None:
@@ -396,7 +398,7 @@ class Pipeline:
     # -- small things ----------------------------------------------------------------------------------
 
     def _result(
-        self, held: HeldRows, tier: CacheTier, timings: StageTimings, started_s: float
+        self, held: PinnedRows, tier: CacheTier, timings: StageTimings, started_s: float
     ) -> EncodeResult:
         ready_s = self.clock()
         timings.total_ms = (ready_s - started_s) * 1e3

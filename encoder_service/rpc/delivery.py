@@ -84,20 +84,20 @@ class Delivery:
 
     async def prepare(self, delivered: EncodeResult, wanted: Wanted) -> tuple[EncodeResult, Place | None]:
         """The rows with the place where the caller reads them, or with None: then they are in host memory and
-        sent in chunks. Takes over ``delivered``, even when it raises. Raises as ``Pipeline.in_tier``."""
+        sent in chunks. Takes over ``delivered``, even when it raises. Raises as ``Pipeline.ensure_tier``."""
         metrics = self._metrics
         if wanted.after_lost_read and delivered.tier in (CacheTier.MISS, CacheTier.IN_FLIGHT):
             metrics.encodes_repeated.inc()
         if wanted.tier is not None and not wanted.after_lost_read:
             reason = self._inline_reason(delivered, wanted.tier, wanted.namespace)
             if not reason:
-                delivered = await self._pipeline.in_tier(delivered, wanted.namespace, wanted.tier)
+                delivered = await self._pipeline.ensure_tier(delivered, wanted.namespace, wanted.tier)
                 if delivered.held.tier == wanted.tier:
                     self._losses_of(wanted.namespace).count_placed()
                     return delivered, delivered.held.announce()
                 reason = "no_room"
             metrics.count(metrics.inline_fallbacks, reason)
-        return await self._pipeline.in_tier(delivered, wanted.namespace, "host"), None
+        return await self._pipeline.ensure_tier(delivered, wanted.namespace, "host"), None
 
     def count_reads(self, namespace: str, num_read: int, num_lost: int) -> None:
         """Counts reads that callers report. num_lost: those that an eviction overtook."""

@@ -1,6 +1,6 @@
 """Rows by Mooncake: a buffer that rows are copied to, and writes from it into memory that receivers name.
 
-Over RDMA the buffer is registered with Mooncake's engine. Whoever reaches the engine can read what is
+Over RDMA the buffer is registered with Mooncake's engine. Every process that reaches it can read what is
 registered, so it is this buffer and never the arena. Over TCP a sender's memory needs no registration, and
 nothing is registered.
 

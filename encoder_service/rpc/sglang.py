@@ -370,7 +370,7 @@ class SglangServer:
 
         async def encode_item(index: int, item: MediaItem) -> None:
             result = await self._rows_of(pipeline, part.modality, item)
-            delivered[index] = await pipeline.in_tier(result, NAMESPACE, "host")
+            delivered[index] = await pipeline.ensure_tier(result, NAMESPACE, "host")
             permit.add_bytes(delivered[index].encoded.spec.num_bytes)
 
         try:
@@ -452,7 +452,7 @@ class SglangServer:
                 f"{len(awaited.urls)} of {awaited.num_needed or 'an unknown number of'} receivers were "
                 f"named within {AWAIT_S} s"
             ) from None
-        # The rows are the peer's of ``/encode``: its rules hold for whoever asked to receive them.
+        # The rows are the peer's of ``/encode``: its rules hold for every caller that asked to receive them.
         return [self._receivers.endpoint_of(url, peer) for url in awaited.urls]
 
     # -- SGLang's list of encoders ---------------------------------------------------------------------

@@ -64,7 +64,7 @@ class Place:
     tier: TierName
 
 
-class HeldRows:
+class PinnedRows:
     """An item whose rows stay in place until ``drop``. tier: None for rows outside the store."""
 
     def __init__(self, item: EncodedItem, tier: Tier | None = None, entry: Entry | None = None) -> None:
@@ -74,14 +74,14 @@ class HeldRows:
         self._tier = tier
         self._entry = entry
 
-    def share(self) -> HeldRows:
+    def share(self) -> PinnedRows:
         """The same rows with a separate hold. Raises InternalError after ``drop``."""
         if self._tier is None:
-            return HeldRows(self.item)
+            return PinnedRows(self.item)
         if self._entry is None:
             raise InternalError("rows that were dropped cannot be shared")
         self._tier.arena.hold(self._entry.slot)
-        return HeldRows(self.item, self._tier, self._entry)
+        return PinnedRows(self.item, self._tier, self._entry)
 
     def drop(self) -> None:
         """Ends the hold. Idempotent."""
@@ -177,7 +177,7 @@ class EmbeddingStore:
 
     # -- lookup ----------------------------------------------------------------------------------------
 
-    def hold(self, namespace: str, key: bytes) -> HeldRows | None:
+    def hold(self, namespace: str, key: bytes) -> PinnedRows | None:
         """The rows with a hold, from the device tier if they are in both tiers. Counts as a use."""
         for tier in self._partition(namespace).tiers():
             entry = tier.find((namespace, key))
@@ -212,7 +212,7 @@ class EmbeddingStore:
         self.counters.refused += 1
         return None
 
-    def commit(self, reservation: Reservation) -> HeldRows:
+    def commit(self, reservation: Reservation) -> PinnedRows:
         """Publishes and lists complete rows, and returns them held for the caller. The event of the work that
         wrote them must have passed. Raises Draining after ``close``."""
         tier, expected = reservation.tier, reservation.expected
@@ -237,10 +237,10 @@ class EmbeddingStore:
         self.freeze()
         self._unreserve(reservation)
 
-    async def insert(self, namespace: str, item: EncodedItem) -> HeldRows:
+    async def insert(self, namespace: str, item: EncodedItem) -> PinnedRows:
         """Copies rows from their own memory into the store if it has room. Otherwise, and after a failed
         copy, holds the rows where they are."""
-        source = HeldRows(item)
+        source = PinnedRows(item)
         for tier in self._partition(namespace).tiers():
             try:
                 is_moved = await self._move(source, namespace, tier)
@@ -254,7 +254,7 @@ class EmbeddingStore:
 
     # -- moving between tiers --------------------------------------------------------------------------
 
-    async def in_tier(self, held: HeldRows, namespace: str, tier: TierName) -> HeldRows:
+    async def ensure_tier(self, held: PinnedRows, namespace: str, tier: TierName) -> PinnedRows:
         """The same rows in ``tier``. Takes over ``held``, which is returned or dropped, even when this
         raises.
 
@@ -358,7 +358,7 @@ class EmbeddingStore:
         if reservation.is_limited:
             self._reserved_bytes[reservation.tier] -= reservation.expected.spec.num_bytes
 
-    async def _find_in(self, held: HeldRows, namespace: str, tier_name: TierName) -> HeldRows:
+    async def _find_in(self, held: PinnedRows, namespace: str, tier_name: TierName) -> PinnedRows:
         """``held`` itself, or the same rows in the tier with a separate hold."""
         tier, name = self._partition(namespace).tier(tier_name), (namespace, held.item.key)
         if tier is None:
@@ -375,7 +375,7 @@ class EmbeddingStore:
             log.exception("rows could not be copied to the device")
         return held if tier_name == "device" else await self._private_rows(held, name)
 
-    async def _move(self, held: HeldRows, namespace: str, tier: Tier) -> bool:
+    async def _move(self, held: PinnedRows, namespace: str, tier: Tier) -> bool:
         """Copies rows into a tier, once for all concurrent callers. Returns False if there is no room."""
         move = self._moves.get(((namespace, held.item.key), tier))
         if move is None:
@@ -386,7 +386,9 @@ class EmbeddingStore:
         await asyncio.shield(move)  # the cancellation of one caller does not end the copy for the others
         return True
 
-    def _begin_move(self, held: HeldRows, namespace: str, tier: Tier) -> tuple[HeldRows, Reservation] | None:
+    def _begin_move(
+        self, held: PinnedRows, namespace: str, tier: Tier
+    ) -> tuple[PinnedRows, Reservation] | None:
         """Holds both ends of a copy. None if the tier has no room."""
         source = held.share()  # held before the reservation, which could evict it
         reservation = self._reserve_in(tier, namespace, held.item, is_limited=False)
@@ -395,7 +397,7 @@ class EmbeddingStore:
             return None
         return source, reservation
 
-    def _start_moves(self, moves: Sequence[tuple[HeldRows, Reservation]], tier: Tier) -> asyncio.Task[None]:
+    def _start_moves(self, moves: Sequence[tuple[PinnedRows, Reservation]], tier: Tier) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(self._run_moves(moves, tier))
         names = [((each.namespace, each.expected.key), tier) for _, each in moves]
         self._moves.update(dict.fromkeys(names, task))
@@ -408,7 +410,7 @@ class EmbeddingStore:
         task.add_done_callback(_retrieve_error)
         return task
 
-    async def _run_moves(self, moves: Sequence[tuple[HeldRows, Reservation]], tier: Tier) -> None:
+    async def _run_moves(self, moves: Sequence[tuple[PinnedRows, Reservation]], tier: Tier) -> None:
         """Runs the copies and ends their holds. After a failure the holds stay for good, because the device
         may still read one end and write the other."""
         await self._copy([(each.destination, source.item.rows) for source, each in moves])
@@ -423,15 +425,15 @@ class EmbeddingStore:
         else:
             self.counters.copies_to_host += len(moves)
 
-    async def _private_rows(self, held: HeldRows, name: Name) -> HeldRows:
+    async def _private_rows(self, held: PinnedRows, name: Name) -> PinnedRows:
         """A copy in pageable host memory, shared by all concurrent readers. Raises StoreFull, Draining."""
         copying = self._private_copies.get(name)
         item = self._private.get(name) if copying is None else None
         if item is None:
             item = await asyncio.shield(copying or self._start_private_copy(held, name))
-        return HeldRows(item)
+        return PinnedRows(item)
 
-    def _start_private_copy(self, held: HeldRows, name: Name) -> asyncio.Task[EncodedItem]:
+    def _start_private_copy(self, held: PinnedRows, name: Name) -> asyncio.Task[EncodedItem]:
         if self._is_frozen:
             raise Draining("the service stopped before the rows were delivered")
         num_bytes = held.item.spec.num_bytes
@@ -453,7 +455,7 @@ class EmbeddingStore:
         task.add_done_callback(_retrieve_error)
         return task
 
-    async def _copy_private(self, name: Name, item: EncodedItem, source: HeldRows) -> EncodedItem:
+    async def _copy_private(self, name: Name, item: EncodedItem, source: PinnedRows) -> EncodedItem:
         try:
             await self._copy([(item.rows, source.item.rows)])
         except BaseException:  # the device may still write to the rows, so they are never freed
@@ -497,7 +499,7 @@ class EmbeddingStore:
         entries = device.next_evicted(lacking_bytes)
         try:
             while entries:
-                moves, num_bytes = list[tuple[HeldRows, Reservation]](), 0
+                moves, num_bytes = list[tuple[PinnedRows, Reservation]](), 0
                 while entries and (not moves or num_bytes < capacity_bytes * LOOK_SHARE):
                     entry = entries.pop(0)
                     if (
@@ -518,9 +520,9 @@ class EmbeddingStore:
             log.exception("rows could not be copied to the host ahead of their eviction")
 
 
-def _held(tier: Tier, entry: Entry) -> HeldRows:
+def _held(tier: Tier, entry: Entry) -> PinnedRows:
     tier.arena.hold(entry.slot)
-    return HeldRows(entry.item, tier, entry)
+    return PinnedRows(entry.item, tier, entry)
 
 
 def _retrieve_error(task: asyncio.Task[Any]) -> None:

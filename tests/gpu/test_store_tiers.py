@@ -49,7 +49,7 @@ async def test_p14_p20_rows_are_bit_equal_on_their_way_through_the_tiers() -> No
         held = store.hold("", key)
         assert held is not None
         for tier in tiers:
-            held = await store.in_tier(held, "", tier)
+            held = await store.ensure_tier(held, "", tier)
             assert held.tier == tier
             assert torch.equal(held.item.rows.cpu(), expected)
         held.drop()

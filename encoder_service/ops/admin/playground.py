@@ -75,7 +75,7 @@ class Playground:
         permit = None
         try:
             permit = pipeline.admission.acquire(len(data))
-            delivered = await pipeline.in_tier(delivered, NAMESPACE, "host")
+            delivered = await pipeline.ensure_tier(delivered, NAMESPACE, "host")
             loop = asyncio.get_running_loop()
             colours = await loop.run_in_executor(pipeline.workers, self._colours, pipeline, delivered)
             picture = await loop.run_in_executor(pipeline.workers, preview, pipeline, data)

@@ -77,7 +77,7 @@ class VisionEncoderServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Lookup(self, request, context):
-        """Says of each key whether its rows are held, being encoded, or absent. Never starts work.
+        """Whether the rows of each key are held, being encoded, or absent. Never starts work.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -186,7 +186,7 @@ class VisionEncoderStub(typing.Generic[_VisionEncoderGetServerInfoType, _VisionE
     """Models, fingerprints, row layouts, limits, transports and host identity. Cheap; call once per channel."""
 
     Lookup: _VisionEncoderLookupType
-    """Says of each key whether its rows are held, being encoded, or absent. Never starts work."""
+    """Whether the rows of each key are held, being encoded, or absent. Never starts work."""
 
     Encode: _VisionEncoderEncodeType
     """Encodes items (or serves them from the store) and streams each item's result as it finishes, in any
@@ -248,7 +248,7 @@ class VisionEncoderServicer(metaclass=abc.ABCMeta):
         request: vision_encoder.v1.encoder_pb2.LookupRequest,
         context: _ServicerContext,
     ) -> typing.Union[vision_encoder.v1.encoder_pb2.LookupResponse, collections.abc.Awaitable[vision_encoder.v1.encoder_pb2.LookupResponse]]:
-        """Says of each key whether its rows are held, being encoded, or absent. Never starts work."""
+        """Whether the rows of each key are held, being encoded, or absent. Never starts work."""
 
     @abc.abstractmethod
     def Encode(

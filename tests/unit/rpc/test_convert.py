@@ -17,7 +17,7 @@ from encoder_service.errors import (
 from encoder_service.pipeline import EncodeResult
 from encoder_service.rpc import convert
 from encoder_service.store.arena import TierName
-from encoder_service.store.embedding_store import HeldRows, Place
+from encoder_service.store.embedding_store import PinnedRows, Place
 from encoder_service.types import (
     CacheTier,
     ClipFacts,
@@ -47,7 +47,7 @@ def test_chunks_cover_the_rows_in_order(dtype: torch.dtype, monkeypatch: pytest.
     data = b"".join(event.chunk.data for event in events)
     assert torch.equal(torch.frombuffer(bytearray(data), dtype=dtype).reshape(7, 48), rows)
     item = EncodedItem(b"k" * 32, b"d" * 32, Grid(1, 2, 14), rows, 2)
-    delivered = EncodeResult(HeldRows(item), CacheTier.MISS, StageTimings(tower_ms=2.5), 0.0)
+    delivered = EncodeResult(PinnedRows(item), CacheTier.MISS, StageTimings(tower_ms=2.5), 0.0)
     result = convert.result_event(3, delivered).result
     assert result.inline.num_chunks == len(events)
     assert result.rows_bytes == rows.nbytes
@@ -114,7 +114,7 @@ def test_placed_rows_are_described_and_not_sent(tier: TierName) -> None:
     clip = ClipFacts((0.0, 0.5), (Grid(1, 2, 14),))
     item = EncodedItem(b"k" * 32, b"d" * 32, Grid(1, 2, 14), rows, 2, clip)
     place = Place(b"a" * 16, 99, 3, 77, 256, tier)
-    delivered = EncodeResult(HeldRows(item), CacheTier.HOST, StageTimings(), 0.0)
+    delivered = EncodeResult(PinnedRows(item), CacheTier.HOST, StageTimings(), 0.0)
     result = convert.result_event(0, delivered, place).result
     assert result.WhichOneof("rows") == "place"
     assert (result.place.arena_id, result.place.instance) == (b"a" * 16, 99)

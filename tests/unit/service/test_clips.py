@@ -121,7 +121,7 @@ async def test_rows_of_pieces_stand_in_the_clips_order(rig: Rig) -> None:
     assert (again.tier is CacheTier.MISS) == (not has_room(rig))
     assert again.encoded.clip == first.encoded.clip
     assert torch.equal(again.encoded.rows, first.encoded.rows)
-    lowered = await rig.pipeline.in_tier(again, "", "host")
+    lowered = await rig.pipeline.ensure_tier(again, "", "host")
     assert torch.equal(lowered.encoded.rows, rows_of(colours))
     assert lowered.encoded.clip == first.encoded.clip
     first.release()

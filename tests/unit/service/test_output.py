@@ -70,7 +70,7 @@ async def test_the_engine_writes_rows_into_their_slot(rig: Rig) -> None:
 
 
 async def test_readers_without_a_gpu_get_the_same_rows_on_the_host(rig: Rig) -> None:
-    lowered = await rig.pipeline.in_tier(await encode(rig, 1), "", "host")
+    lowered = await rig.pipeline.ensure_tier(await encode(rig, 1), "", "host")
     assert lowered.held.tier == "host"
     assert torch.equal(lowered.encoded.rows, rows(1))
     assert lowered.tier is CacheTier.MISS
@@ -181,7 +181,7 @@ async def test_p36_a_fault_that_a_copy_finds_first_ends_service(monkeypatch: pyt
     delivered = await encode(rig, 1)
     monkeypatch.setattr(Copier, "_copy_all", fail)
     with pytest.raises(DeviceFault, match="unspecified launch failure"):
-        await rig.pipeline.in_tier(delivered, "", "host")
+        await rig.pipeline.ensure_tier(delivered, "", "host")
     assert rig.engine.fault is not None
     assert rig.engine.stop(10)
     rig.workers.shutdown()
@@ -197,10 +197,10 @@ async def test_a_copy_that_fails_by_itself_fails_its_reader_alone(monkeypatch: p
     delivered = await encode(rig, 1)
     monkeypatch.setattr(Copier, "_copy_all", fail)
     with pytest.raises(MemoryError):
-        await rig.pipeline.in_tier(delivered, "", "host")
+        await rig.pipeline.ensure_tier(delivered, "", "host")
     monkeypatch.undo()
     assert rig.engine.fault is None
-    (await rig.pipeline.in_tier(await encode(rig, 1), "", "host")).release()
+    (await rig.pipeline.ensure_tier(await encode(rig, 1), "", "host")).release()
     await rig.end()
     rig.store.close()
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from encoder_service.store.arena import PROBE_BYTES, Arena
-from encoder_service.store.embedding_store import EmbeddingStore, HeldRows, Partition
+from encoder_service.store.embedding_store import EmbeddingStore, Partition, PinnedRows
 from encoder_service.store.host_memory import HostMemory
 from encoder_service.types import ClipFacts, EncodedItem, Grid
 
@@ -88,7 +88,7 @@ def land(store: EmbeddingStore, name: int, namespace: str = "", num_rows: int = 
     return True
 
 
-def hold(store: EmbeddingStore, name: int, namespace: str = "") -> HeldRows:
+def hold(store: EmbeddingStore, name: int, namespace: str = "") -> PinnedRows:
     held = store.hold(namespace, key_of(name))
     assert held is not None
     return held

@@ -14,7 +14,7 @@ import torch
 from encoder_service.errors import Draining, InternalError, StoreFull
 from encoder_service.store import embedding_store
 from encoder_service.store.copies import Copier
-from encoder_service.store.embedding_store import EmbeddingStore, HeldRows
+from encoder_service.store.embedding_store import EmbeddingStore, PinnedRows
 from encoder_service.store.tier import ANNOUNCED_PROTECTION_S
 from encoder_service.types import ClipFacts, EncodedItem
 from tests.unit.store.arenas import (
@@ -266,7 +266,7 @@ async def test_a_place_names_the_rows(host_only: EmbeddingStore) -> None:
     assert place.offset_bytes == held.item.rows.data_ptr() - start
     held.drop()
     with pytest.raises(InternalError):
-        HeldRows(held.item).announce()
+        PinnedRows(held.item).announce()
     with pytest.raises(InternalError):
         held.share()
     assert host_only.max_place_bytes("host") == ITEM_BYTES
@@ -318,7 +318,7 @@ async def test_rows_with_a_copy_on_the_host_are_evicted_first(
     monkeypatch.setattr(embedding_store, "LOOK_SHARE", 10.0)  # nothing is copied ahead
     for name in range(4):
         land(store, name)
-    copied = await store.in_tier(hold(store, 3), "", "host")
+    copied = await store.ensure_tier(hold(store, 3), "", "host")
     copied.drop()
     land(store, 4)
     assert not on_device(store, 3)
@@ -335,7 +335,7 @@ async def test_p21_announced_rows_on_the_device_are_evicted_after_rows_that_only
         held = hold(store, name)
         held.announce()
         held.drop()
-    (await store.in_tier(hold(store, 1), "", "host")).drop()
+    (await store.ensure_tier(hold(store, 1), "", "host")).drop()
     for name in (2, 3):
         hold(store, name).drop()  # used later than 0 and 1
     land(store, 4, num_rows=8)
@@ -345,11 +345,11 @@ async def test_p21_announced_rows_on_the_device_are_evicted_after_rows_that_only
 
 async def test_a_reader_without_a_gpu_gets_the_rows_on_the_host(store: EmbeddingStore) -> None:
     land(store, 1)
-    held = await store.in_tier(hold(store, 1), "", "host")
+    held = await store.ensure_tier(hold(store, 1), "", "host")
     assert held.tier == "host"
     assert torch.equal(held.item.rows, rows_of(1))
     copies = store.counters.copies_to_host
-    again = await store.in_tier(hold(store, 1), "", "host")
+    again = await store.ensure_tier(hold(store, 1), "", "host")
     assert again.item.rows.data_ptr() == held.item.rows.data_ptr()
     assert store.counters.copies_to_host == copies
     again.drop()
@@ -361,7 +361,7 @@ async def test_a_reader_on_a_gpu_gets_the_rows_back(store: EmbeddingStore) -> No
         land(store, name)
         await settle(store)
     assert not on_device(store, 0)
-    held = await store.in_tier(hold(store, 0), "", "device")
+    held = await store.ensure_tier(hold(store, 0), "", "device")
     assert held.tier == "device"
     assert torch.equal(held.item.rows, rows_of(0))
     assert store.counters.copies_to_device == 1
@@ -370,7 +370,7 @@ async def test_a_reader_on_a_gpu_gets_the_rows_back(store: EmbeddingStore) -> No
 
 async def test_many_readers_share_one_copy(store: EmbeddingStore) -> None:
     land(store, 1)
-    found = await asyncio.gather(*(store.in_tier(hold(store, 1), "", "host") for _ in range(8)))
+    found = await asyncio.gather(*(store.ensure_tier(hold(store, 1), "", "host") for _ in range(8)))
     assert store.counters.copies_to_host == 1
     for held in found:
         held.drop()
@@ -381,21 +381,21 @@ async def test_without_room_a_reader_on_the_host_gets_a_private_copy() -> None:
     for name in range(4):
         land(store, name)
     await settle(store)
-    blocking = await store.in_tier(hold(store, 3), "", "host")
+    blocking = await store.ensure_tier(hold(store, 3), "", "host")
     assert blocking.tier == "host", "and the host arena is full"
     others = [0, 1, 2]
-    first = await store.in_tier(hold(store, others[0]), "", "host")
-    same = await store.in_tier(hold(store, others[0]), "", "host")
+    first = await store.ensure_tier(hold(store, others[0]), "", "host")
+    same = await store.ensure_tier(hold(store, others[0]), "", "host")
     assert first.tier is None
     assert first.item.rows is same.item.rows, "one copy for both"
-    second = await store.in_tier(hold(store, others[1]), "", "host")
+    second = await store.ensure_tier(hold(store, others[1]), "", "host")
     with pytest.raises(StoreFull):
-        await store.in_tier(hold(store, others[2]), "", "host")
+        await store.ensure_tier(hold(store, others[2]), "", "host")
     assert torch.equal(second.item.rows, rows_of(others[1]))
     held = hold(store, others[2])
-    assert await store.in_tier(held, "", "device") is held
+    assert await store.ensure_tier(held, "", "device") is held
     del first, same, second
-    third = await store.in_tier(held, "", "host")
+    third = await store.ensure_tier(held, "", "host")
     assert third.tier is None
     third.drop()
     blocking.drop()
@@ -429,8 +429,8 @@ async def test_a_cancelled_reader_holds_nothing_and_stops_nobody(
         copy_all(self, pairs)
 
     monkeypatch.setattr(Copier, "_copy_all", slow)
-    leaving = asyncio.create_task(store.in_tier(hold(store, 1), "", "host"))
-    staying = asyncio.create_task(store.in_tier(hold(store, 1), "", "host"))
+    leaving = asyncio.create_task(store.ensure_tier(hold(store, 1), "", "host"))
+    staying = asyncio.create_task(store.ensure_tier(hold(store, 1), "", "host"))
     await asyncio.sleep(0)
     leaving.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -459,7 +459,7 @@ async def test_after_a_failed_copy_neither_end_is_used_again(monkeypatch: pytest
     land(store, 1)
     fail_copies(monkeypatch)
     with pytest.raises(RuntimeError):
-        await store.in_tier(hold(store, 1), "", "host")
+        await store.ensure_tier(hold(store, 1), "", "host")
     assert [str(error) for error in errors] == ["the device is gone"]
     (_, device), (_, host) = store.arenas()
     assert (len(device), len(host)) == (1, 1)
@@ -475,14 +475,14 @@ async def test_p36_a_device_fault_in_a_copy_ends_the_use_of_slots(monkeypatch: p
     land(store, 2)
     fail_copies(monkeypatch)
     with pytest.raises(RuntimeError):
-        await store.in_tier(hold(store, 1), "", "host")
+        await store.ensure_tier(hold(store, 1), "", "host")
     assert store.reserve("", expected(3)) is None
     num_slots = [len(arena) for _, arena in store.arenas()]
     monkeypatch.undo()
     held = hold(store, 2)
-    assert await store.in_tier(held, "", "device") is held
+    assert await store.ensure_tier(held, "", "device") is held
     with pytest.raises(Draining):
-        await store.in_tier(held, "", "host")
+        await store.ensure_tier(held, "", "host")
     assert [len(arena) for _, arena in store.arenas()] == num_slots
     store.close()
 
@@ -492,12 +492,12 @@ async def test_a_failed_private_copy_is_given_to_no_reader(monkeypatch: pytest.M
     for name in range(2):
         land(store, name)
     await settle(store)
-    blocking = await store.in_tier(hold(store, 1), "", "host")
+    blocking = await store.ensure_tier(hold(store, 1), "", "host")
     fail_copies(monkeypatch)
     with pytest.raises(RuntimeError) as first:
-        await store.in_tier(hold(store, 0), "", "host")
+        await store.ensure_tier(hold(store, 0), "", "host")
     with pytest.raises(RuntimeError):
-        await store.in_tier(hold(store, 0), "", "host")
+        await store.ensure_tier(hold(store, 0), "", "host")
     del first
     blocking.drop()
     store.close()
@@ -530,7 +530,7 @@ def test_a_copy_that_hangs_does_not_hold_up_the_end_of_the_event_loop(
     async def serve() -> EmbeddingStore:
         store = store_of(16, 4)
         land(store, 1)
-        asyncio.create_task(store.in_tier(hold(store, 1), "", "host"))  # noqa: RUF006
+        asyncio.create_task(store.ensure_tier(hold(store, 1), "", "host"))  # noqa: RUF006
         await asyncio.sleep(0.05)
         return store
 
@@ -577,7 +577,7 @@ async def test_close_waits_for_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
         ended.set()
 
     monkeypatch.setattr(Copier, "_copy_all", slow)
-    reading = asyncio.create_task(store.in_tier(hold(store, 1), "", "host"))
+    reading = asyncio.create_task(store.ensure_tier(hold(store, 1), "", "host"))
     await asyncio.to_thread(started.wait, 5)
     store.freeze()
     await asyncio.to_thread(store.wait_for_copies)
@@ -585,5 +585,5 @@ async def test_close_waits_for_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     (await reading).drop()
     assert not land(store, 3), "nothing is reserved any more"
     with pytest.raises(Draining):
-        await store.in_tier(hold(store, 2), "", "host")
+        await store.ensure_tier(hold(store, 2), "", "host")
     store.close()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from encoder_service.store.arena import TierName
-from encoder_service.store.embedding_store import HeldRows, Reservation
+from encoder_service.store.embedding_store import PinnedRows, Reservation
 from tests.reference_reader import reader_of
 from tests.unit.store.arenas import Clock, expected, key_of, rows_of, settle, store_of
 from tests.unit.store.integrity import check_store
@@ -32,7 +32,7 @@ async def test_p14_p17_p18_p21_random_operations(seed: int) -> None:
     chance, clock = random.Random(seed), Clock()
     store = store_of(32, 16, isolated=("tenant",), clock=clock, max_private_bytes=1 << 16)
     readers = [(owner, arena, reader_of(arena)) for owner, arena in store.arenas()]
-    held: list[tuple[HeldRows, int, str]] = []
+    held: list[tuple[PinnedRows, int, str]] = []
     reserved: list[tuple[Reservation, int]] = []
     for _ in range(500):
         namespace, name = chance.choice(NAMESPACES), chance.randrange(NUM_NAMES)
@@ -57,7 +57,7 @@ async def test_p14_p17_p18_p21_random_operations(seed: int) -> None:
             case 6 if held:
                 one, of, space = held.pop(chance.randrange(len(held)))
                 tiers: tuple[TierName, ...] = ("host", "device")
-                held.append((await store.in_tier(one, space, chance.choice(tiers)), of, space))
+                held.append((await store.ensure_tier(one, space, chance.choice(tiers)), of, space))
             case 7 if held:
                 one, _, space = chance.choice(held)
                 if one.tier is not None:
