@@ -1,19 +1,20 @@
 """How much work is queued for the device, in seconds, and how near the service is to its limit.
 
-Owns the sums over items that are admitted and not yet encoded, the estimate of their device time, and the
-formula of the saturation that autoscalers follow. Used from the event loop only. It reads single numbers from
-counters that other threads write.
+Owns the estimate of the device time of the items that are admitted and not yet encoded, and the formula of
+the saturation that autoscalers follow. Used from the event loop only. It reads single numbers from counters
+that other threads write.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from encoder_service.engine.jobs import EngineCounters
+from encoder_service.scheduler.admission import Admission
 from encoder_service.scheduler.buckets import BucketLadder
 
 
-@dataclass
+@dataclass(frozen=True)
 class DeviceLoad:
     """The work that is admitted and not yet encoded.
 
@@ -21,37 +22,23 @@ class DeviceLoad:
     where there is no cost model.
     """
 
+    admission: Admission
     counters: EngineCounters
     ladder: BucketLadder | None = None
-    num_patches: int = 0
-    _sum_squares: int = 0
-    _items: dict[object, tuple[int, int]] = field(default_factory=dict)
-
-    def add(self, item: object, num_patches: int, seqlen: int) -> None:
-        """Adds an admitted item. seqlen: patches per attention sequence."""
-        squares = num_patches * seqlen
-        self._items[item] = num_patches, squares
-        self.num_patches += num_patches
-        self._sum_squares += squares
-
-    def remove(self, item: object) -> None:
-        """Removes an item that was encoded or failed. Does nothing for an item that was not added."""
-        num_patches, squares = self._items.pop(item, (0, 0))
-        self.num_patches -= num_patches
-        self._sum_squares -= squares
 
     @property
     def queued_s(self) -> float:
         """Seconds that the device will need for the queued work. With a cost model, assumes the largest
         batches; without one, uses the average time per patch so far (0 before the first batch)."""
-        if not self.num_patches:
+        num_patches, num_squares = self.admission.num_patches, self.admission.num_squares
+        if not num_patches:
             return 0.0
         if self.ladder is None:
             done = self.counters.patches
-            return self.num_patches * self.counters.busy_s / done if done else 0.0
+            return num_patches * self.counters.busy_s / done if done else 0.0
         cost = self.ladder.cost
-        full, rest = divmod(self.num_patches, self.ladder.max_patches)
-        us = full * cost.patches_us(self.ladder.max_patches) + cost.us_per_square * self._sum_squares
+        full, rest = divmod(num_patches, self.ladder.max_patches)
+        us = full * cost.patches_us(self.ladder.max_patches) + cost.us_per_square * num_squares
         return (us + (cost.patches_us(rest) if rest else 0.0)) / 1e6
 
 

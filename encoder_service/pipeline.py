@@ -130,7 +130,7 @@ class Pipeline:
         self.clock = clock
         self.inflight = InFlightEncodes(clock)
         graphs = engine.graphs
-        self.load = DeviceLoad(engine.counters, None if graphs is None else graphs.ladder)
+        self.load = DeviceLoad(admission, engine.counters, None if graphs is None else graphs.ladder)
         self._engine = engine
         self._max_patches_per_item = max_patches_per_item
         self._max_clip_patches = max_clip_patches
@@ -280,7 +280,6 @@ class Pipeline:
             log.exception("item failed by a defect", key=encode.key.hex())
             raise InternalError(f"{type(error).__name__}: {error}") from error
         finally:
-            self.load.remove(encode)
             permit.release()
         for name, milliseconds in vars(encode.timings).items():
             if milliseconds:  # else a stage that this item did not pass
@@ -359,8 +358,7 @@ class Pipeline:
                 num_patches=num_patches,
                 max_patches=limit,
             )
-        permit.add_patches(num_patches)
-        self.load.add(encode, num_patches, seqlen)
+        permit.add_patches(num_patches, seqlen)
         encode.expected.set_result(expected)
 
     def _decode(self, item: Item, grid: Grid) -> LoadedPixels:

@@ -29,7 +29,6 @@ PACKAGES = (
     "vision-encoder",
     "torch",
     "triton",
-    "flash-attn",
     "flash-attn-4",
     "fa3-fwd",
     "quack-kernels",

@@ -91,15 +91,10 @@ class Metrics:
             ["step", "shape", "library"],
         )
         self.ready = gauge("ve_ready", "1 while the service takes work.")
-        self._series: dict[tuple[Counter, tuple[str, ...]], Counter] = {}
 
     def count(self, counter: Counter, *labels: str) -> None:
-        """Adds one to the series of a counter with these labels. The library's lookup makes checks and takes
-        a lock; this method caches each series for good, so a label must have few values."""
-        series = self._series.get((counter, labels))
-        if series is None:
-            series = self._series[counter, labels] = counter.labels(*labels)
-        series.inc()
+        """Adds one to the series of a counter with these labels. A label must have few values."""
+        counter.labels(*labels).inc()
 
     def observe_stage(self, stage: str, seconds: float) -> None:
         self._stages[stage].observe(seconds)

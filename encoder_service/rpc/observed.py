@@ -7,7 +7,6 @@ since each RPC runs in its own task.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -35,7 +34,6 @@ Response = TypeVar("Response")
 Context = grpc.aio.ServicerContext[Any, Any]
 Metadata: TypeAlias = tuple[tuple[str, str | bytes], ...]
 
-SERVER_TIMING_KEY = "server-timing"
 INSTANCE_KEY = "x-instance-id"
 # Messages are shortened in logs because they repeat what callers sent.
 MAX_LOGGED_MESSAGE = 300
@@ -46,17 +44,14 @@ TAKES_NO_WORK = (Draining, NotReady, Overloaded, DeviceFault)
 @dataclass
 class Call:
     """One RPC. metadata: the caller's metadata. instance_id: of this server process. message_bytes: size of
-    the request as received. longest_delivery_s: the longest time, over its items, from rows that are ready to
-    rows that were sent."""
+    the request as received."""
 
     method: str
     request_id: str
-    started_s: float
     span: Span | None = None
     metadata: Metadata = ()
     instance_id: str = ""
     message_bytes: int = 0
-    longest_delivery_s: float = 0.0
     item_spans: dict[int, Span] = field(default_factory=dict)
 
     def as_call_failure(self, error: BaseException, num_items: int) -> VisionEncoderError | None:
@@ -113,7 +108,6 @@ class Call:
     ) -> None:
         """Records that an item's rows, or their place, were sent. now_s: the pipeline's clock."""
         took_s = max(0.0, now_s - delivered.ready_s)
-        self.longest_delivery_s = max(self.longest_delivery_s, took_s)
         metrics.count(metrics.deliveries, transport)
         metrics.observe_stage("delivery", took_s)
         span = self.item_spans.pop(index, None)
@@ -137,17 +131,9 @@ class Call:
             traces.end_call(self.span, status.value[0])
 
     def trailers(self) -> tuple[tuple[str, str], ...]:
-        """The trailing metadata of every call: the request id, the instance id, by which a client notices a
-        restart, and times in milliseconds in the format of the HTTP header Server-Timing."""
-        call_ms = (time.monotonic() - self.started_s) * 1e3
-        timing = f"call;dur={call_ms:.3f}"
-        if self.longest_delivery_s:
-            timing += f", delivery;dur={self.longest_delivery_s * 1e3:.3f}"
-        return (
-            (REQUEST_ID_KEY, self.request_id),
-            (INSTANCE_KEY, self.instance_id),
-            (SERVER_TIMING_KEY, timing),
-        )
+        """The trailing metadata of every call: the request id, and the instance id, by which a client notices
+        a restart."""
+        return (REQUEST_ID_KEY, self.request_id), (INSTANCE_KEY, self.instance_id)
 
 
 _CALL: ContextVar[Call] = ContextVar("call")
@@ -190,6 +176,6 @@ def _open(method: str, context: Context, instance_id: str) -> Call:
     request_id = request_id_of(metadata)
     span = traces.open_call(method, metadata, request_id)
     bind_request(request_id, "" if span is None else traces.trace_id(span))
-    call = Call(method, request_id, time.monotonic(), span, metadata, instance_id)
+    call = Call(method, request_id, span, metadata, instance_id)
     _CALL.set(call)
     return call

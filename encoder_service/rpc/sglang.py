@@ -286,7 +286,7 @@ class SglangServer:
         object that SGLang reads. Work ends when the caller hangs up."""
 
         async def answer(request: Request) -> Response:
-            call, status = Call(method, "", time.monotonic()), "CANCELLED"
+            call, status = Call(method, ""), "CANCELLED"
             try:
                 with self._permits.call():
                     permit = self._admission.acquire(0)

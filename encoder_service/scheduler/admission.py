@@ -54,12 +54,16 @@ class Permit:
         self._admission = admission
         self.num_bytes = num_bytes
         self.num_patches = 0
+        self.num_squares = 0
         self._released = False
 
-    def add_patches(self, num_patches: int) -> None:
-        """Takes room for the item's patches. Raises QueueFull; the bytes then stay held until ``release``."""
+    def add_patches(self, num_patches: int, seqlen: int) -> None:
+        """Takes room for the item's patches. seqlen: patches of an attention sequence. Raises QueueFull; the
+        bytes then stay held until ``release``."""
         self._admission._take_patches(num_patches)
+        self._admission.num_squares += num_patches * seqlen
         self.num_patches += num_patches
+        self.num_squares += num_patches * seqlen
 
     def add_bytes(self, num_bytes: int) -> None:
         """Takes room for content that is still arriving. Raises QueueFull; bytes taken before stay held."""
@@ -70,7 +74,7 @@ class Permit:
         """Gives everything back. A second call does nothing."""
         if not self._released:
             self._released = True
-            self._admission._give_back(self.num_patches, self.num_bytes)
+            self._admission._give_back(self)
 
 
 class UnreadBytes:
@@ -119,6 +123,8 @@ class Admission:
         self.max_bytes = max_bytes
         self.num_patches = 0
         self.num_bytes = 0
+        self.num_squares = 0
+        """Sum over the items of patches times patches of an attention sequence."""
         self._patches_pace = None if clock is None else Pace(clock)
         self._bytes_pace = None if clock is None else Pace(clock)
 
@@ -151,12 +157,13 @@ class Admission:
             )
         self.num_patches += num_patches
 
-    def _give_back(self, num_patches: int, num_bytes: int) -> None:
-        self.num_patches -= num_patches
-        self.num_bytes -= num_bytes
+    def _give_back(self, permit: Permit) -> None:
+        self.num_patches -= permit.num_patches
+        self.num_bytes -= permit.num_bytes
+        self.num_squares -= permit.num_squares
         assert self.num_patches >= 0
         assert self.num_bytes >= 0
-        for pace, amount in ((self._patches_pace, num_patches), (self._bytes_pace, num_bytes)):
+        for pace, amount in ((self._patches_pace, permit.num_patches), (self._bytes_pace, permit.num_bytes)):
             if pace is not None and amount:
                 pace.note(amount)
 

@@ -36,8 +36,6 @@ class Directory:
         memory."""
         self.num_slots = num_slots
         self.num_cells = num_cells(num_slots)
-        self.num_unlisted = 0
-        """Number of unlisted records: the table was crowded near their name, or a value did not fit."""
         self._mask = self.num_cells - 1
         self._file = SealedFile("vision-encoder-directory", directory_bytes(num_slots))
         packed = pack_header(arena_id, instance, num_slots)
@@ -65,7 +63,6 @@ class Directory:
         hashed = name_hash(record.key, record.tag)
         cell = self._free_cell(hashed)
         if cell is None or not self._write(record):
-            self.num_unlisted += 1
             return False
         self._listed[record.slot_index] = record
         self._slots[record.tag, record.key] = record.slot_index

@@ -168,8 +168,8 @@ class EmbeddingStore:
         self._copier = Copier()
         self._moves: dict[tuple[Name, Tier], asyncio.Task[None]] = {}
         self._spills: dict[Tier, asyncio.Task[None]] = {}
-        self._private: WeakValueDictionary[Name, EncodedItem] = WeakValueDictionary()
-        self._private_copies: dict[Name, asyncio.Task[EncodedItem]] = {}
+        self._private: WeakValueDictionary[int, EncodedItem] = WeakValueDictionary()  # by id
+        self._private_copies: set[asyncio.Task[None]] = set()
         self._abandoned: list[object] = []
         self._reserved_bytes: dict[Tier, int] = {}
         self.counters = StoreCounters()
@@ -373,7 +373,7 @@ class EmbeddingStore:
             if tier_name == "host":
                 raise
             log.exception("rows could not be copied to the device")
-        return held if tier_name == "device" else await self._private_rows(held, name)
+        return held if tier_name == "device" else await self._private_rows(held)
 
     async def _move(self, held: PinnedRows, namespace: str, tier: Tier) -> bool:
         """Copies rows into a tier, once for all concurrent callers. Returns False if there is no room."""
@@ -425,15 +425,8 @@ class EmbeddingStore:
         else:
             self.counters.copies_to_host += len(moves)
 
-    async def _private_rows(self, held: PinnedRows, name: Name) -> PinnedRows:
-        """A copy in pageable host memory, shared by all concurrent readers. Raises StoreFull, Draining."""
-        copying = self._private_copies.get(name)
-        item = self._private.get(name) if copying is None else None
-        if item is None:
-            item = await asyncio.shield(copying or self._start_private_copy(held, name))
-        return PinnedRows(item)
-
-    def _start_private_copy(self, held: PinnedRows, name: Name) -> asyncio.Task[EncodedItem]:
+    async def _private_rows(self, held: PinnedRows) -> PinnedRows:
+        """A copy in pageable host memory for one caller. Raises StoreFull, Draining."""
         if self._is_frozen:
             raise Draining("the service stopped before the rows were delivered")
         num_bytes = held.item.spec.num_bytes
@@ -448,23 +441,24 @@ class EmbeddingStore:
                 max_bytes=self._max_private_bytes,
             )
         item = replace(held.item, rows=torch.empty(held.item.rows.shape, dtype=held.item.rows.dtype))
-        self._private[name] = item  # counts towards the limit from now on
-        task = asyncio.get_running_loop().create_task(self._copy_private(name, item, held.share()))
-        self._private_copies[name] = task
-        task.add_done_callback(lambda _: self._private_copies.pop(name))
+        self._private[id(item)] = item  # counts towards the limit until the last reference is gone
+        task = asyncio.get_running_loop().create_task(self._copy_private(item, held.share()))
+        self._private_copies.add(task)
+        task.add_done_callback(self._private_copies.discard)
         task.add_done_callback(_retrieve_error)
-        return task
+        await asyncio.shield(
+            task
+        )  # a caller that leaves does not end the copy, which reads and writes memory
+        return PinnedRows(item)
 
-    async def _copy_private(self, name: Name, item: EncodedItem, source: PinnedRows) -> EncodedItem:
+    async def _copy_private(self, item: EncodedItem, source: PinnedRows) -> None:
         try:
             await self._copy([(item.rows, source.item.rows)])
         except BaseException:  # the device may still write to the rows, so they are never freed
-            del self._private[name]
             self._abandoned.append(item.rows)
             raise
         source.drop()
         self.counters.copies_to_host += 1
-        return item
 
     async def _copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         try:

@@ -35,12 +35,11 @@ def encode_request(*contents: bytes) -> pb.EncodeRequest:
     )
 
 
-def test_a_callers_request_id_comes_back_with_the_times(stub: encoder_pb2_grpc.VisionEncoderStub) -> None:
+def test_a_callers_request_id_comes_back(stub: encoder_pb2_grpc.VisionEncoderStub) -> None:
     call = stub.Encode(encode_request(photo()), metadata=(("x-request-id", "abc-1"),), timeout=30)
     list(call)
     trailers = dict(call.trailing_metadata())
     assert trailers["x-request-id"] == "abc-1"
-    assert re.fullmatch(r"call;dur=\d+\.\d{3}, delivery;dur=\d+\.\d{3}", trailers["server-timing"])
     _, unary = stub.GetServerInfo.with_call(pb.GetServerInfoRequest(), timeout=30)
     assert re.fullmatch(r"[0-9a-f]{32}", dict(unary.trailing_metadata())["x-request-id"])
 

@@ -18,7 +18,9 @@ from encoder_service.store.embedding_store import EmbeddingStore
 def register_gauges(metrics: Metrics, pipeline: Pipeline, engine: DeviceEngine) -> None:
     """Registers the metrics that every service has. Call once per registry."""
     gauge, counter = metrics.gauge, metrics.counter_view
-    gauge("ve_queued_patches", "Patches admitted and not yet encoded.", lambda: pipeline.load.num_patches)
+    gauge(
+        "ve_queued_patches", "Patches admitted and not yet encoded.", lambda: pipeline.admission.num_patches
+    )
     gauge(
         "ve_queued_device_seconds",
         "Seconds that the device will need for items admitted and not yet encoded.",

@@ -37,10 +37,11 @@ class Rig:
             counters=self.counters, graphs=None if graphs is None else SimpleNamespace(counters=graphs)
         )
         tower = SimpleNamespace(device=torch.device("cpu"), dtype=torch.float32)
+        admission = Admission(1000, 1 << 20)
         self.pipeline: Any = SimpleNamespace(
-            admission=Admission(1000, 1 << 20),
+            admission=admission,
             unread=UnreadBytes(1 << 20),
-            load=DeviceLoad(self.counters),
+            load=DeviceLoad(admission, self.counters),
             store=store,
             model=SimpleNamespace(name="m", family="f", tower=tower),
         )
@@ -87,11 +88,11 @@ def test_saturation_is_the_largest_of_its_shares(store: EmbeddingStore) -> None:
         rig.second()
     assert rig.live.busy_share() == 0.0
     rig.counters.patches, rig.counters.busy_s = 200, 1.0
-    rig.pipeline.load.add("item", 150, 16)
+    rig.pipeline.admission.acquire(0).add_patches(150, 16)
     assert read("ve_saturation_ratio") == pytest.approx(0.75)  # 0.75 s queued, 1 s is saturated
-    rig.pipeline.admission.acquire(0).add_patches(900)
-    assert read("ve_saturation_ratio") == pytest.approx(0.9)
-    assert rig.answer()["now"]["saturation"] == pytest.approx(0.9)
+    rig.pipeline.admission.acquire(0).add_patches(750, 16)
+    rig.counters.patches = 2000
+    assert read("ve_saturation_ratio") == pytest.approx(0.9)  # of the admitted patches; 0.45 s are queued
 
 
 def test_p17_samples_are_bounded(store: EmbeddingStore) -> None:

@@ -64,7 +64,7 @@ async def rig() -> AsyncIterator[Rig]:
 def stream_of(rig: Rig, context: SlowContext) -> ItemStream:
     found: Any = context
     delivery = Delivery(rig.pipeline, rig.metrics)
-    call = Call("Encode", "id", 0.0)
+    call = Call("Encode", "id")
     return ItemStream(rig.pipeline, delivery, found, call, wanted=INLINE)
 
 

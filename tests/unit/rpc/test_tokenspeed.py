@@ -271,7 +271,7 @@ def test_ranks_of_an_item_that_has_no_place_are_told(monkeypatch: pytest.MonkeyP
     async def main() -> None:
         sender = SilentSender()
         rooms = new_rooms(sender)
-        with pytest.raises(TooManyCalls), rooms.encoding(ROOM, Call("", "", 0.0), 0):
+        with pytest.raises(TooManyCalls), rooms.encoding(ROOM, Call("", ""), 0):
             pass
         rooms.take(message(ROOM), PEER)
         await asyncio.sleep(0)

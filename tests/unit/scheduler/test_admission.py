@@ -32,9 +32,9 @@ def test_patches_and_later_bytes_are_refused_separately_and_held_until_release()
     second.add_bytes(10)
     with pytest.raises(QueueFull, match="holds 20 content bytes of 100, the item needs 81"):
         second.add_bytes(81)
-    first.add_patches(8)
+    first.add_patches(8, 1)
     with pytest.raises(QueueFull, match="holds 8 patches of 10, the item needs 3"):
-        second.add_patches(3)
+        second.add_patches(3, 1)
     assert admission.num_bytes == 20
     second.release()
     assert (admission.num_patches, admission.num_bytes) == (8, 10)
@@ -55,7 +55,7 @@ def test_p17_counts_never_pass_the_bounds_and_return_to_zero(steps: list[tuple[i
             continue
         held.append(permit)
         try:
-            permit.add_patches(num_patches)
+            permit.add_patches(num_patches, 1)
         except QueueFull:
             held.remove(permit)
             permit.release()
@@ -75,18 +75,18 @@ def test_retry_advice_follows_the_rate_at_which_patches_are_released() -> None:
     admission = Admission(max_patches=1000, max_bytes=1 << 30, clock=lambda: now[0])
     held = [admission.acquire(1) for _ in range(11)]
     for permit in held[:10]:
-        permit.add_patches(100)
+        permit.add_patches(100, 1)
 
     def advice(needed: int) -> int:
         with pytest.raises(QueueFull) as caught:
-            held[10].add_patches(needed)
+            held[10].add_patches(needed, 1)
         return caught.value.retry_after_ms
 
     assert advice(100) == RETRY_AFTER_MS  # no release was seen yet
     for permit in held[:9]:  # 100 patches every tenth of a second
         now[0] += 0.1
         permit.release()
-        held[10].add_patches(100)
+        held[10].add_patches(100, 1)
     little, much = advice(100), advice(900)
     assert MIN_RETRY_AFTER_MS <= little < much <= MAX_RETRY_AFTER_MS
     now[0] += 3600  # no release for an hour

@@ -82,7 +82,7 @@ async def running(rig: Rig) -> AsyncIterator[Rig]:
     check_store(rig.store)
     assert rig.pipeline.admission.num_patches == 0
     assert rig.pipeline.admission.num_bytes == 0
-    assert rig.pipeline.load.num_patches == 0
+    assert rig.pipeline.admission.num_squares == 0
     assert len(rig.pipeline.inflight) == 0
 
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from encoder_service.engine.jobs import EngineCounters
 from encoder_service.load import DeviceLoad, saturation
+from encoder_service.scheduler.admission import Admission
 from encoder_service.scheduler.buckets import Bucket, BucketLadder
 from encoder_service.scheduler.cost import CostModel
 
@@ -18,10 +19,10 @@ LADDER = BucketLadder([Bucket(1024, 8, 1024), Bucket(4096, 16, 4096)], COST)
 
 
 def test_by_the_cost_model_in_batches_of_the_largest_bucket() -> None:
-    load = DeviceLoad(EngineCounters(), LADDER)
+    load = DeviceLoad(Admission(1 << 20, 1), EngineCounters(), LADDER)
     assert load.queued_s == 0.0
-    for item in range(3):
-        load.add(item, 2048, 1024)
+    for _ in range(3):
+        load.admission.acquire(0).add_patches(2048, 1024)
     full_us = 1000.0 + 2.0 * 4096
     rest_us = 1000.0 + 2.0 * 2048
     squares_us = 1e-3 * 3 * 2048 * 1024
@@ -30,8 +31,8 @@ def test_by_the_cost_model_in_batches_of_the_largest_bucket() -> None:
 
 def test_without_a_model_at_what_a_patch_took_so_far() -> None:
     counters = EngineCounters()
-    load = DeviceLoad(counters)
-    load.add("item", 300, 300)
+    load = DeviceLoad(Admission(1000, 1), counters)
+    load.admission.acquire(0).add_patches(300, 300)
     assert load.queued_s == 0.0
     counters.patches, counters.busy_s = 1000, 2.0
     assert load.queued_s == pytest.approx(0.6)
@@ -39,17 +40,16 @@ def test_without_a_model_at_what_a_patch_took_so_far() -> None:
 
 def test_nothing_is_left_of_items_that_ended_whatever_the_order() -> None:
     rng = random.Random()
-    load = DeviceLoad(EngineCounters(), LADDER)
-    items = list(range(50))
-    for each in items:
-        load.add(each, 4 * rng.randrange(1, 2000), rng.randrange(1, 2000))
+    load = DeviceLoad(Admission(1 << 20, 1), EngineCounters(), LADDER)
+    permits = [load.admission.acquire(0) for _ in range(50)]
+    for each in permits:
+        each.add_patches(4 * rng.randrange(1, 2000), rng.randrange(1, 2000))
     assert load.queued_s > 0
-    rng.shuffle(items)
-    load.remove("never added")
-    for each in items:
-        load.remove(each)
-        load.remove(each)
-    assert (load.num_patches, load.queued_s) == (0, 0.0)
+    rng.shuffle(permits)
+    for each in permits:
+        each.release()
+        each.release()
+    assert (load.admission.num_squares, load.queued_s) == (0, 0.0)
 
 
 @given(st.floats(0, 2), st.floats(0, 100), st.floats(0.1, 10), st.floats(0, 1.5))

@@ -96,6 +96,6 @@ def hold(store: EmbeddingStore, name: int, namespace: str = "") -> PinnedRows:
 
 async def settle(store: EmbeddingStore) -> None:
     """Waits until no copy is under way."""
-    while pending := [*store._spills.values(), *store._moves.values(), *store._private_copies.values()]:
+    while pending := [*store._spills.values(), *store._moves.values(), *store._private_copies]:
         await asyncio.wait(pending)
         await asyncio.sleep(0)

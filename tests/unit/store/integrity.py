@@ -101,7 +101,7 @@ def check_tier(tier: Tier) -> None:
         assert view.data_ptr() == entry.item.rows.data_ptr()
         num_images += entry.item.clip is None
     num_listed = len(tier.arena.directory)
-    assert num_images - tier.arena.directory.num_unlisted <= num_listed <= num_images
+    assert num_listed == num_images  # in tables as sparse as those of tests, every record finds a cell
 
 
 def check_store(store: EmbeddingStore) -> None:

@@ -385,16 +385,14 @@ async def test_without_room_a_reader_on_the_host_gets_a_private_copy() -> None:
     assert blocking.tier == "host", "and the host arena is full"
     others = [0, 1, 2]
     first = await store.ensure_tier(hold(store, others[0]), "", "host")
-    same = await store.ensure_tier(hold(store, others[0]), "", "host")
     assert first.tier is None
-    assert first.item.rows is same.item.rows, "one copy for both"
     second = await store.ensure_tier(hold(store, others[1]), "", "host")
     with pytest.raises(StoreFull):
         await store.ensure_tier(hold(store, others[2]), "", "host")
     assert torch.equal(second.item.rows, rows_of(others[1]))
     held = hold(store, others[2])
     assert await store.ensure_tier(held, "", "device") is held
-    del first, same, second
+    del first, second
     third = await store.ensure_tier(held, "", "host")
     assert third.tier is None
     third.drop()
@@ -484,6 +482,35 @@ async def test_p36_a_device_fault_in_a_copy_ends_the_use_of_slots(monkeypatch: p
     with pytest.raises(Draining):
         await store.ensure_tier(held, "", "host")
     assert [len(arena) for _, arena in store.arenas()] == num_slots
+    store.close()
+
+
+async def test_a_reader_that_leaves_does_not_end_its_private_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copy still reads the slot."""
+    store = store_of(1, 4)
+    for name in range(2):
+        land(store, name)
+    await settle(store)
+    blocking = await store.ensure_tier(hold(store, 1), "", "host")
+    go_on, copy_all = threading.Event(), Copier._copy_all
+
+    def slow(self: Copier, pairs: Any) -> None:
+        go_on.wait(5)
+        copy_all(self, pairs)
+
+    monkeypatch.setattr(Copier, "_copy_all", slow)
+    leaving = asyncio.create_task(store.ensure_tier(hold(store, 0), "", "host"))
+    for _ in range(3):
+        await asyncio.sleep(0)
+    leaving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await leaving
+    (_, device), _ = store.arenas()
+    assert sorted(device._holders.values()) == [1, 2], "the entries, and the copy"
+    go_on.set()
+    await settle(store)
+    assert sorted(device._holders.values()) == [1, 1]
+    blocking.drop()
     store.close()
 
 
