@@ -145,6 +145,9 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--cases", type=int, nargs="+", help="by number, from 0; all by default")
+    parser.add_argument(
+        "--running", nargs=2, action="append", default=[], metavar=("SERVER", "URL"), help="is not started"
+    )
     parser.add_argument("--engine-arguments", default="", help="further arguments of every server")
     parser.add_argument("--lm-layers", type=int, default=LM_LAYERS, help="of size full")
     parser.add_argument("--seed", type=int, default=0)

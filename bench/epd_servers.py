@@ -29,8 +29,8 @@ SERVERS = {"vllm": (TOWER, ENCODER), "sglang": (TOWER, OWN_SPLIT, PROTOCOL, ENCO
 
 @dataclass
 class Servers:
-    """urls: of the servers, by name. encoder_start_s: times until the encoder was ready; the second start had
-    the kernel choices and compiled kernels of the first. logs: by URL."""
+    """urls: of the servers, by name. encoder_start_s: times until the encoder was ready; the second start, on
+    a GPU, had the kernel choices and compiled kernels of the first. logs: by URL."""
 
     urls: dict[str, str] = field(default_factory=dict)
     encoder_start_s: list[float] = field(default_factory=list)
@@ -38,7 +38,11 @@ class Servers:
 
     def rows_come_by(self) -> dict[str, list[str]]:
         """By server, as its log says it."""
-        texts = {server: self.logs[url].read_text(errors="replace") for server, url in self.urls.items()}
+        texts = {
+            server: self.logs[url].read_text(errors="replace")
+            for server, url in self.urls.items()
+            if url in self.logs
+        }
         return {server: list(dict.fromkeys(WAYS.findall(text))) for server, text in texts.items()}
 
 
@@ -87,25 +91,21 @@ def serving(arguments: argparse.Namespace, checkpoint: Path, folder: Path) -> It
 def vllm_servers(
     arguments: argparse.Namespace, checkpoint: Path, folder: Path, stack: ExitStack, start: Start
 ) -> Servers:
-    environment = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    if arguments.device == "cpu":
-        environment |= {
-            "OMP_NUM_THREADS": "1",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "VLLM_WORKER_MULTIPROC_METHOD": "fork",
-        }
-    dtype = "float32" if arguments.device == "cpu" else "bfloat16"
+    on_cpu = arguments.device == "cpu"
+    environment = vllm.VLLM_ENVIRONMENT if on_cpu else {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    dtype = "float32" if on_cpu else "bfloat16"
     os.environ["VE_CHOICES_DIR"] = str(folder / "choices")
     encoder = vllm.Encoder(checkpoint, dtype, folder, device=arguments.encoder_device)
     stack.push(encoder)
-    servers = Servers()
-    for _ in range(2):
+    servers = Servers(dict(arguments.running))
+    for _ in range(0 if ENCODER in servers.urls else 1 if on_cpu else 2):
         encoder.stop()
         begun = time.perf_counter()
         encoder.start()
         servers.encoder_start_s.append(time.perf_counter() - begun)
     for server in SERVERS["vllm"]:
+        if server in servers.urls:
+            continue
         port = free_port()
         replaced = {"MODEL": str(checkpoint), "8000": str(port), "127.0.0.1:50051": encoder.target}
         command = vllm.documented("vllm serve", replaced)

@@ -103,9 +103,11 @@ def main() -> None:
 def ask_in_other_forms(
     language_model: Any, sampling: Any, url: str, *, with_encoder: bool
 ) -> dict[str, list[Any]]:
-    """One picture as every form of image that vLLM takes besides a file, and what only an encoder refuses."""
+    """One picture in every form of images and clips that vLLM takes besides a file, and what only an encoder
+    refuses."""
     import numpy as np
     import torch
+    from PIL import Image
     from vllm import SamplingParams
 
     image = pillow_image(url)
@@ -117,6 +119,11 @@ def ask_in_other_forms(
         (output,) = language_model.generate([request], parameters, use_tqdm=False)
         return output
 
+    def ask_clip(frames: Any, **metadata: Any) -> Any:
+        known = {"fps": 4.0, "frames_indices": [0, 3, 5], "total_num_frames": 3, "duration": 1.5, **metadata}
+        clip = {"video": (frames, known)}
+        return ask(None, text=prompt.replace("image", "video"), multi_modal_data=clip)
+
     def refused(images: Any, **fields: Any) -> str:
         try:
             ask(images, **fields)
@@ -124,11 +131,20 @@ def ask_in_other_forms(
             return str(error)
         raise AssertionError("it was not refused")
 
-    frames = np.stack([pixels, pixels])
+    frames = np.stack([pixels, pixels[::-1], 255 - pixels])
+    files = []
+    for frame in frames:
+        files.append(io.BytesIO())
+        Image.fromarray(frame).save(files[-1], "JPEG")
+    parts = ",".join(base64.b64encode(file.getvalue()).decode() for file in files)
+    sequence = {"type": "video_url", "video_url": {"url": f"data:video/jpeg;base64,{parts}"}}
+    chat = [{"role": "user", "content": [sequence, {"type": "text", "text": "What happens?"}]}]
     rows, grid = torch.zeros(1, 24, 64), {"image_grid_thw": torch.tensor([[1, 8, 12]])}
     first = ask(image)
     expanded = [{"prompt_token_ids": first.prompt_token_ids, "multi_modal_data": {"image": image}}]
-    several = SamplingParams(temperature=1.0, n=3, max_tokens=4, logprobs=1, ignore_eos=True)
+    # The likeliest token each time: vLLM takes no n with a temperature of 0, and no seed on a CPU.
+    several = SamplingParams(top_k=1, n=3, max_tokens=MAX_TOKENS, logprobs=NUM_LOGPROBS, ignore_eos=True)
+    samples = ask(image, several)
     return {
         "images": [
             answer(output)
@@ -140,14 +156,25 @@ def ask_in_other_forms(
                 ask([image], multi_modal_uuids={"image": ["a name"]}),
                 ask([None], multi_modal_uuids={"image": ["a name"]}),
                 language_model.generate(expanded, sampling, use_tqdm=False)[0],
+                ask(pixels.astype(np.float32)),
             )
         ],
-        "samples": [len(one.token_ids) for one in ask(image, several).outputs],
+        "clips": [
+            answer(output)
+            for output in (
+                ask_clip(frames),
+                ask_clip(torch.from_numpy(frames).permute(0, 3, 1, 2)),
+                ask_clip(frames.astype(np.float32)),
+                ask_clip([Image.fromarray(frame) for frame in frames]),
+                ask_clip(np.repeat(frames, 4, 0), total_num_frames=12, do_sample_frames=True),
+                language_model.chat([chat], sampling, use_tqdm=False)[0],
+            )
+        ],
+        "samples": [answer(samples, number) for number in range(3)],
         "refused": [
-            refused(pixels.astype(np.float32)),
             refused(rows),
             refused(grid),
-            *(refused(image, multi_modal_data={"video": clip}) for clip in (frames, (frames[0], {}), rows)),
+            *(refused(image, multi_modal_data={"video": clip}) for clip in (rows, frames, (frames, {}))),
         ]
         if with_encoder
         else [],

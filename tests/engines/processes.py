@@ -14,8 +14,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
@@ -105,6 +106,9 @@ class Process:
         self._process.wait(STOP_S)
         self._file.close()
 
+    def send_signal(self, number: int) -> None:
+        self._process.send_signal(number)
+
     def stop(self) -> None:
         if self.is_running:
             self._process.terminate()
@@ -153,6 +157,16 @@ class Restartable:
         assert self._process is not None
         self._process.kill()
         self._process = None
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """It stands still, with its connections open."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self._process.send_signal(signal.SIGCONT)
 
     @property
     def log(self) -> str:

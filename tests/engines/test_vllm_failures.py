@@ -176,10 +176,10 @@ def test_p32_rows_that_an_encoders_restart_lost_are_encoded_again(
     assert [answer["tokens"] for answer in again] == [answer["tokens"] for answer in first]
 
 
-def test_p32_an_encoder_killed_during_encodes_costs_no_request(
+def test_p32_requests_of_an_encoder_killed_during_encodes_succeed_or_name_the_reason(
     stack: Stack, encoder: Encoder, meanwhile: TextRequests
 ) -> None:
-    """It is back within ``retry_s``."""
+    """They succeed where it is back within ``retry_s``."""
     with ThreadPoolExecutor(8) as pool:
         asked = [pool.submit(ask, stack, new_picture()[0]) for _ in range(8)]
         next(as_completed(asked))
@@ -187,8 +187,24 @@ def test_p32_an_encoder_killed_during_encodes_costs_no_request(
         encoder.start()
         answers = [future.result() for future in asked]
     for answer in answers:
-        assert answer.status_code == 200 or "UNAVAILABLE" in answer.text, answer.text
+        if answer.status_code != 200:
+            refused(answer, 503, "UNAVAILABLE")
     assert ask(stack, new_picture()[0]).status_code == 200
+
+
+def test_p32_p43_an_encoder_that_stands_still_holds_requests_for_timeout_s(
+    stack: Stack, encoder: Encoder, meanwhile: TextRequests
+) -> None:
+    image, moving = new_picture()[0], clip(random.getrandbits(32))
+    with encoder.paused(), ThreadPoolExecutor(2) as pool:
+        calls = partial(ask, stack, image), partial(ask_clip, stack, moving)
+        responses = list(pool.map(lambda call: call(), calls))
+    for response in responses:
+        assert response.status_code in (503, 504), response.text
+        assert "UNAVAILABLE" in response.text or "DEADLINE_EXCEEDED" in response.text
+        assert response.elapsed.total_seconds() < 8  # twice timeout_s
+    assert ask(stack, image).status_code == 200
+    assert ask_clip(stack, moving).status_code == 200
 
 
 def wait_for_transport(stack: Stack, name: str) -> None:
@@ -259,10 +275,10 @@ def test_p33_clips_that_cannot_be_had_are_the_clients_fault(stack: Stack, meanwh
 
 
 def test_p33_rows_from_anywhere_else_are_refused(stack: Stack, meanwhile: TextRequests) -> None:
-    """A metadata-only request would name rows that nobody has."""
+    """A metadata-only request would name rows that nobody has. So are frames that are no images."""
     for part, words in (
         ({"type": "image_embeds", "image_embeds": {"image_grid_thw": [1, 8, 12]}}, "come from the encoder"),
-        ({"type": "video_url", "video_url": {"url": "data:video/jpeg;base64,AAAA,AAAA"}}, "JPEG"),
+        ({"type": "video_url", "video_url": {"url": "data:video/jpeg;base64,AAAA,AAAA"}}, "load image"),
     ):
         parts = [part, {"type": "text", "text": "What is it?"}]
         refused(stack.chat([{"role": "user", "content": parts}]), 400, words)
@@ -300,11 +316,15 @@ def test_p12_images_share_kv_by_content_and_by_nothing_else(stack: Stack) -> Non
     before = cached_tokens(stack)
     answers.append(stack.answer(with_pixels(lead, [second])))
     apart = cached_tokens(stack) - before
-    stack.chat(with_pixels(other_words, [first]))
+    with_shared = stack.answer(with_pixels(other_words, [first]))
     shared = cached_tokens(stack) - before - apart
     assert apart == 0
     # 361 tokens of the image; the cache holds whole blocks of 128.
     assert shared >= 256
+    # A salt of its own shares nothing.
+    computed = stack.answer(with_pixels(other_words, [first]), cache_salt="of its own")
+    assert cached_tokens(stack) - before - apart == shared
+    assert with_shared["tokens"] == computed["tokens"]
     repeated = stack.answer(with_pixels(lead, [second]))
     assert repeated["tokens"] == answers[1]["tokens"]
     assert answers[0]["tokens"] != answers[1]["tokens"]

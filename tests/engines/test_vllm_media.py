@@ -137,6 +137,17 @@ def test_redirects_are_followed_as_vllm_is_told(url: str, monkeypatch: pytest.Mo
         fetch(f"{url}/moved")
 
 
+def test_p17_a_file_larger_than_vllm_downloads_is_refused_with_its_limit(
+    url: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "large.png").write_bytes(picture(1, WIDTH, HEIGHT) + bytes(1 << 20))
+    assert len(fetch(f"{url}/large.png").media.data) > 1 << 20
+    monkeypatch.setenv("VLLM_MAX_MEDIA_DOWNLOAD_SIZE_MB", "1")
+    assert_whole(fetch(f"{url}/a.png"), folder)
+    with pytest.raises(ValueError, match="VLLM_MAX_MEDIA_DOWNLOAD_SIZE_MB=1"):
+        fetch(f"{url}/large.png")
+
+
 def test_p33_an_image_of_more_pixels_than_vllm_takes_is_refused_with_both_figures(
     url: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -39,11 +39,35 @@ def spread(
     checkpoints: dict[str, Path],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Stack]:
+    """It starts while the encoder is away."""
     folder = tmp_path_factory.mktemp("spread")
     arguments = SPREAD[request.param]
     checkpoint, dtype = checkpoints[family], DTYPES[family]
+    encoder.stop()
     with Stack(encoder, checkpoint, dtype, folder, timeout_s=PATIENCE_S, arguments=arguments) as running:
         yield running
+
+
+def test_p32_a_start_and_text_need_no_encoder(spread: Stack, encoder: Encoder) -> None:
+    try:
+        text = spread.chat(TEXT)
+        image = spread.chat(with_pixels(CASES[0], [picture(random.getrandbits(32))]))
+    finally:
+        encoder.start()
+    assert text.status_code == 200
+    assert image.status_code == 503
+    assert "UNAVAILABLE" in image.text
+    wait_until_answered(spread)
+
+
+def wait_until_answered(spread: Stack) -> None:
+    """Each API server connects again by itself, which takes seconds on a machine whose cores are all in
+    use."""
+
+    def is_answered() -> bool:
+        return spread.chat(with_pixels(CASES[0], [picture(random.getrandbits(32))])).status_code == 200
+
+    wait_until(is_answered, "an answer of the encoder that is back")
 
 
 def test_tokens_are_those_of_one_process_with_a_tower(
@@ -73,9 +97,4 @@ def test_p32_failures_reach_the_api_server_that_asked(spread: Stack, encoder: En
     assert {answer.status_code for answer in answers} == {503}
     assert all("UNAVAILABLE" in answer.text for answer in answers)
     assert spread.chat(TEXT).status_code == 200
-
-    def is_answered() -> bool:
-        return spread.chat(with_pixels(CASES[0], [picture(random.getrandbits(32))])).status_code == 200
-
-    # Each API server connects again by itself, which takes seconds on a machine whose cores are all in use.
-    wait_until(is_answered, "an answer of the encoder that is back")
+    wait_until_answered(spread)

@@ -1,4 +1,4 @@
-"""A file in a request of vLLM: what the scheduler's half sends to the encoder.
+"""A file in a request of vLLM, or pixels: what the scheduler's half sends to the encoder.
 
 Owns the layout of the field that carries it from vLLM's API server to the scheduler. Imports neither vLLM nor
 torch.
@@ -7,13 +7,14 @@ torch.
 from __future__ import annotations
 
 import json
+import operator
 import struct
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
-from lm_adapter.items import ClipItem, ImageItem, Modality, PreprocessOptions
+from lm_adapter.items import ClipItem, Grid, ImageItem, Modality, PixelItem, PreprocessOptions
 
 NO_OPTIONS = PreprocessOptions()
 
@@ -21,7 +22,8 @@ NO_OPTIONS = PreprocessOptions()
 @dataclass(frozen=True)
 class FileRequest:
     """An image or a clip. options: what is not the checkpoint's own. reply: where failures are reported to
-    (``failures``). is_announced: the encoder has been sent the file, with these options."""
+    (``failures``). is_announced: the encoder has been sent the file, with these options. pixel_grid: the data
+    are no file but pixel values, float32 [P, D], of this grid."""
 
     data: bytes = field(repr=False)
     digest: bytes
@@ -29,6 +31,7 @@ class FileRequest:
     options: PreprocessOptions = NO_OPTIONS
     reply: str = ""
     is_announced: bool = False
+    pixel_grid: Grid | None = None
 
     def packed(self) -> npt.NDArray[np.uint8]:
         """uint8 [n]: the header's length, the header, the file."""
@@ -39,6 +42,7 @@ class FileRequest:
                 "options": self.options.given(),
                 "reply": self.reply,
                 "is_announced": self.is_announced,
+                "pixel_grid": self.pixel_grid,
             }
         ).encode()
         # Writable, as tensors made of it have to be.
@@ -60,10 +64,15 @@ class FileRequest:
             if not (isinstance(reply, str) and isinstance(fields["is_announced"], bool) and are_numbers):
                 raise TypeError(f"the fields are {fields!r:.200}")
             fields["options"] = PreprocessOptions(**options)
+            if fields["pixel_grid"] is not None:
+                fields["pixel_grid"] = Grid(*map(operator.index, fields["pixel_grid"]))
             return cls(data=bytes(whole[4 + length :]), **fields)
         except (struct.error, KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise ValueError(f"no file request: {error}") from error
 
-    def item(self) -> ImageItem | ClipItem:
+    def item(self) -> ImageItem | ClipItem | PixelItem:
+        if self.pixel_grid is not None:
+            values = np.frombuffer(self.data, "<f4").reshape(self.pixel_grid.num_patches, -1)
+            return PixelItem(values, self.pixel_grid, self.digest, self.modality)
         kind = ImageItem if self.modality is Modality.IMAGE else ClipItem
         return kind(self.data, digest=self.digest, options=self.options)

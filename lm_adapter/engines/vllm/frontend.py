@@ -25,6 +25,7 @@ from vllm import envs
 from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY, MediaConnector, MediaIO, MediaWithBytes
 from vllm.multimodal.media.image import ImageMediaIO
+from vllm.multimodal.media.video import VideoMediaIO
 from vllm.multimodal.video import Qwen3VLVideoBackend
 
 from lm_adapter.client import AsyncVisionEncoderClient
@@ -148,18 +149,26 @@ class ImageFileIO(ImageMediaIO):  # type: ignore[misc]
         return self.load_bytes(filepath.read_bytes())
 
 
-class ClipFileIO(MediaIO[ClipFile]):  # type: ignore[misc]
-    """In place of vLLM's decoder: the file as it is."""
+class ClipFileIO(MediaIO[Any]):  # type: ignore[misc]
+    """In place of vLLM's decoder: the file as it is. A sequence of JPEG files is decoded by vLLM."""
 
-    def __init__(self, options: PreprocessOptions) -> None:
-        self._options = options
+    def __init__(self, sizes: Mapping[str, int], sampling: Mapping[str, Any]) -> None:
+        """sampling: ``media_io_kwargs`` of clips."""
+        self._sizes = sizes
+        self._sampling = sampling
 
     def load_bytes(self, data: bytes) -> ClipFile:
-        return ClipFile.read(data, self._options)
+        """Raises ValueError for options that the encoder has not."""
+        sampling = sampling_of(
+            self._sampling,
+            max_fps=Qwen3VLVideoBackend._MAX_FPS,
+            max_frames=Qwen3VLVideoBackend._MAX_FRAMES,
+        )
+        return ClipFile.read(data, PreprocessOptions(**self._sizes, **sampling))
 
-    def load_base64(self, media_type: str, data: str) -> ClipFile:
+    def load_base64(self, media_type: str, data: str) -> Any:
         if media_type.lower() == "video/jpeg":
-            raise ValueError("a clip is a sequence of JPEG files, the encoder takes video files")
+            return VideoMediaIO(ImageMediaIO(), **self._sampling).load_base64(media_type, data)
         return self.load_bytes(pybase64.b64decode(data, validate=True))
 
     def load_file(self, filepath: Path) -> ClipFile:
@@ -186,25 +195,21 @@ class FileMediaConnector(MediaConnector):  # type: ignore[misc]
         )
 
     def _clip_io(self) -> ClipFileIO:
-        """Raises ValueError for options that the encoder has not."""
         sizes = None if _configured is None else _configured.clip_sizes
         if sizes is None:
             raise ValueError("vLLM takes no video with this model")
-        sampling = sampling_of(
-            self.media_io_kwargs.get("video", {}),
-            max_fps=Qwen3VLVideoBackend._MAX_FPS,
-            max_frames=Qwen3VLVideoBackend._MAX_FRAMES,
-        )
-        return ClipFileIO(PreprocessOptions(**sizes, **sampling))
+        return ClipFileIO(sizes, self.media_io_kwargs.get("video", {}))
 
-    def fetch_video(self, video_url: str, **_: Any) -> ClipFile:
+    def fetch_video(self, video_url: str, **_: Any) -> Any:
         clip = self.load_from_url(video_url, self._clip_io(), fetch_timeout=envs.VLLM_VIDEO_FETCH_TIMEOUT)
-        return _announced(_announce(clip).result())
+        return _announced(_announce(clip).result()) if isinstance(clip, ClipFile) else clip
 
-    async def fetch_video_async(self, video_url: str, **_: Any) -> ClipFile:
+    async def fetch_video_async(self, video_url: str, **_: Any) -> Any:
         clip = await self.load_from_url_async(
             video_url, self._clip_io(), fetch_timeout=envs.VLLM_VIDEO_FETCH_TIMEOUT
         )
+        if not isinstance(clip, ClipFile):
+            return clip
         return _announced(await asyncio.wrap_future(_announce(clip)))
 
 

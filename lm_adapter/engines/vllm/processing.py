@@ -1,5 +1,6 @@
 """vLLM's processors for files that nobody decodes: placeholders from an image's header, or from what the
-encoder says of a clip, and the file itself.
+encoder says of a clip, and the file itself. Pixels that the client has decoded are the exception: float
+arrays, and the frames of a clip, are prepared by vLLM's own processor, and go to the encoder in its form.
 
 Owns what takes the place of parsing, of the reference processor and of dummies, for Qwen3-VL and Qwen3.5; the
 same for Kimi-K2.5 is in ``kimi``. An image's grid is computed as the reference does, by vLLM's own code; the
@@ -8,15 +9,22 @@ encoder compares it with its own. What stands between a clip's frames is vLLM's 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from transformers.feature_extraction_utils import BatchFeature
 from vllm.model_executor.models import qwen3_vl
 from vllm.multimodal.inputs import MultiModalFieldConfig
 from vllm.multimodal.media import MediaWithBytes
-from vllm.multimodal.parse import ProcessorBatchItems
+from vllm.multimodal.parse import (
+    ImageProcessorItems,
+    MultiModalDataItems,
+    ProcessorBatchItems,
+    VideoProcessorItems,
+)
 
 from lm_adapter.engines.plugin.images import ImageFile
 from lm_adapter.engines.vllm.clips import SAMPLING, ClipFile
@@ -26,28 +34,45 @@ from lm_adapter.engines.vllm.frontend import VLLMS_OWN
 from lm_adapter.engines.vllm.scheduler import CLIP_FIELD, FILE_FIELD
 from lm_adapter.engines.vllm.settings import is_marked
 from lm_adapter.items import Grid, Modality, PreprocessOptions
+from lm_adapter.keys import content_digest
 
 SIZE_OPTIONS = {"size", "min_pixels", "max_pixels"}
 
 
+METADATA = {"fps", "frames_indices", "total_num_frames"}
+"""What vLLM has to know of a decoded clip."""
+
+
+@dataclass(frozen=True, eq=False)
+class Decoded:
+    """A float array or tensor of an image, or (frames, metadata) of a clip, as vLLM takes them."""
+
+    media: Any
+
+
 class FileItems(ProcessorBatchItems[Any]):  # type: ignore[misc]
-    """ImageFiles or ClipFiles, or None for those that vLLM has in its cache under the client's uuid."""
+    """ImageFiles, ClipFiles or Decoded, or None for those that vLLM has in its cache under the client's
+    uuid."""
 
     def get_item_for_hash(self, index: int) -> object:
         file = self.data[index]
+        if isinstance(file, Decoded):
+            return file.media
         return file.name if isinstance(file, ClipFile) else None if file is None else file.digest
 
 
-def image_files(data: Any) -> list[ImageFile | None]:
-    """What vLLM takes as images. Raises ValueError for embeddings, which only the encoder makes here, and for
-    pixels of a form that cannot be written as a file."""
+def image_files(
+    data: Any, decoded: Callable[[Any], Decoded | None] = lambda _: None
+) -> list[ImageFile | Decoded | None]:
+    """What vLLM takes as images. decoded: of those that are no files. Raises ValueError for embeddings, which
+    only the encoder makes here, and for pixels of a form that cannot be written as a file."""
     if isinstance(data, dict) or (isinstance(data, torch.Tensor) and data.ndim == 3):
         raise ValueError("image_embeds are not accepted: image rows come from the encoder")
     if isinstance(data, list | tuple):
         several = list(data)
     else:
         several = list(data) if getattr(data, "ndim", 3) == 4 else [data]
-    return [_image_file(one) for one in several]
+    return [decoded(one) or _image_file(one) for one in several]
 
 
 def _image_file(image: Any) -> ImageFile | None:
@@ -60,16 +85,34 @@ def _image_file(image: Any) -> ImageFile | None:
     return ImageFile.of_pixels(image)
 
 
-def clip_files(data: Any) -> list[ClipFile | None]:
-    """What the media connector has made of clips. Raises ValueError for frames and embeddings."""
-    several = list(data) if isinstance(data, list) else [data]
-    for one in several:
-        if not (one is None or isinstance(one, ClipFile)):
-            raise ValueError(
-                f"a clip is a {type(one).__name__}: clips are files that a conversation names by video_url, "
-                "their frames and rows come from the encoder"
-            )
-    return several
+def float_array(image: Any) -> Decoded | None:
+    """Of an image that no file can hold: None for others."""
+    if isinstance(image, Decoded):
+        # vLLM parses again what its cache has not.
+        return image
+    is_array = isinstance(image, np.ndarray | torch.Tensor) and image.ndim == 3
+    return Decoded(image) if is_array and "float" in str(image.dtype) else None
+
+
+def clip_files(data: Any) -> list[ClipFile | Decoded | None]:
+    """What vLLM takes as clips with metadata. Raises ValueError for frames without, and for embeddings."""
+    return [_clip_file(one) for one in (data if isinstance(data, list) else [data])]
+
+
+def _clip_file(clip: Any) -> ClipFile | Decoded | None:
+    if isinstance(clip, MediaWithBytes):
+        clip = clip.media
+    if clip is None or isinstance(clip, ClipFile | Decoded):
+        return clip
+    if not (isinstance(clip, tuple) and len(clip) == 2 and isinstance(clip[1], Mapping)):
+        raise ValueError(
+            f"a clip is a {type(clip).__name__}, needs a file in video_url or (frames, metadata): rows come "
+            "from the encoder"
+        )
+    missing = sorted(METADATA - set(clip[1]))
+    if missing:
+        raise ValueError(f"the metadata of a clip lack {missing}")
+    return Decoded(clip)
 
 
 def request_tensor(
@@ -83,9 +126,16 @@ def request_tensor(
     return torch.from_numpy(request.packed())
 
 
+def pixel_tensor(pixel_values: torch.Tensor, grid: Grid, modality: Modality) -> torch.Tensor:
+    """As ``request_tensor``, of what vLLM's processor made of decoded pixels. pixel_values: [P, D]."""
+    data = pixel_values.to("cpu", torch.float32).contiguous().numpy().tobytes()
+    request = FileRequest(data, content_digest(data), modality, reply=listening().name, pixel_grid=grid)
+    return torch.from_numpy(request.packed())
+
+
 class FileDataParser(qwen3_vl.Qwen3VLMultiModalDataParser):  # type: ignore[misc]
     def _parse_image_data(self, data: Any) -> FileItems | None:
-        return None if data is None else FileItems(image_files(data), "image")
+        return None if data is None else FileItems(image_files(data, float_array), "image")
 
     def _parse_video_data(self, data: Any) -> FileItems | None:
         return None if data is None else FileItems(clip_files(data), "video")
@@ -147,19 +197,55 @@ class FileDummyInputsBuilder(qwen3_vl.Qwen3VLDummyInputsBuilder):  # type: ignor
 
 class Qwen3VLFileProcessor(qwen3_vl.Qwen3VLMultiModalProcessor):  # type: ignore[misc]
     def _apply_hf_processor_main(self, mm_items: Any, hf_kwargs: Mapping[str, object]) -> BatchFeature:
-        images: Sequence[ImageFile] = mm_items["image"].get_all() if "image" in mm_items else ()
-        clips: Sequence[ClipFile] = mm_items["video"].get_all() if "video" in mm_items else ()
+        images = mm_items["image"].get_all() if "image" in mm_items else ()
+        clips = mm_items["video"].get_all() if "video" in mm_items else ()
         fields: dict[str, Any] = {}
         if images:
-            options = self._image_options(hf_kwargs)
-            fields["image_grid_thw"] = torch.tensor([self._image_grid(image, hf_kwargs) for image in images])
-            fields[FILE_FIELD] = [request_tensor(image, Modality.IMAGE, options) for image in images]
+            found = [self._image_fields(image, hf_kwargs) for image in images]
+            fields["image_grid_thw"] = torch.tensor([grid for grid, _ in found])
+            fields[FILE_FIELD] = [file for _, file in found]
         if clips:
-            self._check_clip_options(hf_kwargs)
-            fields["video_grid_thw"] = torch.tensor([list(clip.grid) for clip in clips])
-            fields["timestamps"] = [list(clip.patch_times_s) for clip in clips]
-            fields[CLIP_FIELD] = [request_tensor(clip, Modality.VIDEO, clip.options) for clip in clips]
+            found_clips = [self._clip_fields(clip, hf_kwargs) for clip in clips]
+            fields["video_grid_thw"] = torch.tensor([grid for grid, _, _ in found_clips])
+            fields["timestamps"] = [times_s for _, times_s, _ in found_clips]
+            fields[CLIP_FIELD] = [file for _, _, file in found_clips]
         return BatchFeature(fields)
+
+    def _image_fields(
+        self, image: ImageFile | Decoded, hf_kwargs: Mapping[str, object]
+    ) -> tuple[list[int], torch.Tensor]:
+        """Grid and file."""
+        if isinstance(image, Decoded):
+            found = self._prepared({"image": ImageProcessorItems([image.media])}, hf_kwargs)
+            grid = Grid(*found["image_grid_thw"][0].tolist())
+            return list(grid), pixel_tensor(found["pixel_values"], grid, Modality.IMAGE)
+        options = self._image_options(hf_kwargs)
+        return self._image_grid(image, hf_kwargs), request_tensor(image, Modality.IMAGE, options)
+
+    def _clip_fields(
+        self, clip: ClipFile | Decoded, hf_kwargs: Mapping[str, object]
+    ) -> tuple[list[int], list[float], torch.Tensor]:
+        """Grid, times of the temporal patches, and file."""
+        if isinstance(clip, Decoded):
+            found = self._prepared({"video": VideoProcessorItems([clip.media])}, hf_kwargs)
+            grid = Grid(*found["video_grid_thw"][0].tolist())
+            times_s = list(map(float, found["timestamps"][0]))
+            return list(grid), times_s, pixel_tensor(found["pixel_values_videos"], grid, Modality.VIDEO)
+        self._check_clip_options(hf_kwargs)
+        return (
+            list(clip.grid),
+            list(clip.patch_times_s),
+            request_tensor(clip, Modality.VIDEO, clip.options),
+        )
+
+    def _prepared(self, items: Mapping[str, Any], hf_kwargs: Mapping[str, object]) -> BatchFeature:
+        """What vLLM's own processor makes of one item, normalised, as the encoder takes pixels."""
+        scopes: dict[str, Any] = {
+            name: hf_kwargs.get(name) or {} for name in ("images_kwargs", "videos_kwargs")
+        }
+        # Within a scope, as vLLM turns them off outside.
+        normalised = {name: {**scope, **dict.fromkeys(VLLMS_OWN, True)} for name, scope in scopes.items()}
+        return super()._apply_hf_processor_main(MultiModalDataItems(items), {**hf_kwargs, **normalised})
 
     def _image_options(self, hf_kwargs: Mapping[str, object]) -> PreprocessOptions:
         """Raises ValueError for options that the encoder has not."""

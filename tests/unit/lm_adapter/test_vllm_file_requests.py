@@ -5,11 +5,12 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
 from lm_adapter.engines.vllm.file_requests import FileRequest
-from lm_adapter.items import ClipItem, ImageItem, Modality, PreprocessOptions
+from lm_adapter.items import ClipItem, Grid, ImageItem, Modality, PixelItem, PreprocessOptions
 from lm_adapter.keys import content_digest
 
 
@@ -24,7 +25,8 @@ def a_request(rng: random.Random) -> FileRequest:
     )
     modality = rng.choice(list(Modality))
     reply, is_announced = rng.choice(["", "socket ü"]), rng.choice([False, True])
-    return FileRequest(data, content_digest(data), modality, options, reply, is_announced)
+    grid = rng.choice([None, Grid(1, 2, 4)])
+    return FileRequest(data, content_digest(data), modality, options, reply, is_announced, grid)
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -63,3 +65,13 @@ def test_the_item_that_is_sent_has_the_files_digest_and_the_requests_options() -
     clip = replace(request, modality=Modality.VIDEO, options=PreprocessOptions(fps=3.5))
     assert clip.item() == ClipItem(b"file", request.digest, PreprocessOptions(fps=3.5))
     assert "file" not in repr(request)
+
+
+def test_pixels_are_sent_as_such() -> None:
+    values = np.arange(2 * 4 * 3, dtype=np.float32).reshape(8, 3)
+    grid = Grid(1, 2, 4)
+    request = FileRequest(values.tobytes(), bytes(32), Modality.VIDEO, pixel_grid=grid)
+    item = FileRequest.unpacked(request.packed()).item()
+    assert isinstance(item, PixelItem)
+    assert (item.grid, item.digest, item.modality) == (grid, bytes(32), Modality.VIDEO)
+    assert item.packed() == ("float32", (8, 3), values.tobytes())
