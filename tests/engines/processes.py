@@ -299,11 +299,13 @@ class Stack:
         timeout_s: float = 4.0,
         arguments: Sequence[str] = (),
         device: str = "cpu",
+        **settings: Any,
     ) -> None:
-        """timeout_s: of an image's rows; arguments: further ones of vLLM."""
+        """timeout_s: of an image's rows; arguments: further ones of vLLM. settings: of the plugin."""
         self.encoder = encoder
         self.checkpoint = checkpoint
         config = {"target": encoder.target, "finite": True, "timeout_s": timeout_s, "retry_s": 2.0}
+        config |= settings
         self.vllm = VllmServer(checkpoint, dtype, config, folder, arguments, device)
 
     def __enter__(self) -> Self:

@@ -21,6 +21,8 @@ FAMILY = "qwen3_vl"
 NUM_REQUESTS = 24
 # Workers that wait for steps take whole cores, of which there may be two.
 PATIENCE_S = 30.0
+# More than the rows of two images, and less than those of three.
+RESIDENT_BYTES = 160_000
 SPREAD = {
     "ranks": ("--tensor-parallel-size", "2", "--api-server-count", "2"),
     "engines": ("--data-parallel-size", "2", "--api-server-count", "2"),
@@ -39,12 +41,13 @@ def spread(
     checkpoints: dict[str, Path],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Stack]:
-    """It starts while the encoder is away."""
+    """It starts while the encoder is away. Requests of three images get their rows in portions."""
     folder = tmp_path_factory.mktemp("spread")
     arguments = SPREAD[request.param]
     checkpoint, dtype = checkpoints[family], DTYPES[family]
+    settings = {"timeout_s": PATIENCE_S, "max_resident_bytes": RESIDENT_BYTES}
     encoder.stop()
-    with Stack(encoder, checkpoint, dtype, folder, timeout_s=PATIENCE_S, arguments=arguments) as running:
+    with Stack(encoder, checkpoint, dtype, folder, arguments=arguments, **settings) as running:
         yield running
 
 

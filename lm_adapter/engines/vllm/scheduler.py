@@ -134,14 +134,14 @@ class RequestTracker:
             self._fail(state, InvalidRequest("items cannot be added to a request that was admitted"))
         if state.has_failed:
             return False
+        ahead = [index for index, wanted in enumerate(state.wanted) if wanted.end > num_computed_tokens]
         # vLLM reports no feature as passed if its tokens come from the prefix cache.
-        behind = [index for index in state.held if state.wanted[index].end <= num_computed_tokens]
-        for index in behind:
+        behind = {*state.held, *state.needed}.difference(ahead)
+        state.needed = [index for index in state.needed if index not in behind]
+        for index in behind.intersection(state.held):
             self._let_go(state, index)
         if behind:
             self._start_queued()
-        ahead = [index for index, wanted in enumerate(state.wanted) if wanted.end > num_computed_tokens]
-        state.needed = [index for index in state.needed if index in ahead]
         if any(index not in state.held and index not in state.needed for index in ahead):
             self._enqueue(state, ahead)
         if state.has_failed or (state.needed and not state.is_in_portions):

@@ -442,6 +442,16 @@ def test_p17_more_rows_than_fit_at_once_come_in_portions(engine: Engine) -> None
     assert (tracker.used_bytes, engine.on_ranks) == (0, {})
 
 
+def test_p17_a_prefix_hit_behind_all_items_ends_portions(engine: Engine) -> None:
+    tracker = tracker_of(engine, step_tokens=8)
+    large, later = request_of(*(new_image() for _ in range(6))), request_of(new_image())
+    assert not tracker.ensure(large, 0)
+    assert not tracker.ensure(later, 0)
+    assert tracker.ensure(large, large.num_tokens)
+    assert engine.under_way == [later.mm_features[0].identifier]
+    assert engine.num_started == 5
+
+
 def test_p17_p24_portions_begin_in_an_empty_buffer_and_again_after_preemption(engine: Engine) -> None:
     """Others that hold rows may wait for KV blocks of a request that has begun."""
     tracker = tracker_of(engine, step_tokens=8)
