@@ -114,13 +114,13 @@ class FileProcessor(BaseMultimodalProcessor):  # type: ignore[misc]
                 f"the prompt has {len(prompt.ids)} tokens with its images, less than {max_req_input_len} "
                 "are taken"
             )
+        num_samples = (getattr(request_obj, "sampling_params", None) or {}).get("n", 1)
         try:
-            rows = await self._rows.read(images, grids)
+            async with self._rows.read(images, grids) as rows:
+                return self._output(prompt, rows, num_samples)
         except EncoderError as error:
             logger.warning("request %s is rejected: %s", getattr(request_obj, "rid", ""), message_of(error))
             raise _rejection(request_obj, error) from error
-        num_samples = (getattr(request_obj, "sampling_params", None) or {}).get("n", 1)
-        return self._output(prompt, rows, num_samples)
 
     def _prompt_ids(self, input_text: Any) -> list[int]:
         if not isinstance(input_text, str):

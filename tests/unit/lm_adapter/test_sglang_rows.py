@@ -14,12 +14,13 @@ from lm_adapter.engines.hf_checkpoint import VisionInterface
 from lm_adapter.engines.plugin.geometry import Geometry
 from lm_adapter.engines.plugin.images import ImageFile
 from lm_adapter.engines.sglang.prompt import ImagePrompt, with_placeholders
-from lm_adapter.engines.sglang.rows import RowReader
+from lm_adapter.engines.sglang.rows import ByteLimit, RowReader
 from lm_adapter.engines.sglang.settings import Settings
 from lm_adapter.errors import DeadlineExceeded, EncoderError, InvalidRequest, InvalidRows
 from lm_adapter.items import Grid
 from lm_adapter.keys import content_digest
 from lm_adapter.testing import FakeEncoder, Fault, fake_model, fake_rows
+from lm_adapter.types import EncodedRows
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.anyio
@@ -31,6 +32,11 @@ GRID = Grid(1, 4, 6)
 def image(content: bytes) -> ImageFile:
     """The fake encoder decodes nothing."""
     return ImageFile(content, 96, 64, content_digest(content))
+
+
+async def read(reader: RowReader, images: list[ImageFile], grids: list[Grid]) -> list[EncodedRows]:
+    async with reader.read(images, grids) as rows:
+        return rows
 
 
 @pytest.fixture
@@ -50,7 +56,7 @@ def reader(fake: FakeEncoder) -> Iterator[RowReader]:
 async def test_rows_of_each_image_in_order(fake: FakeEncoder, reader: RowReader) -> None:
     fake.script.order = "reverse"
     images = [image(bytes([number])) for number in (3, 1, 3)]
-    rows = await reader.read(images, [GRID] * 3)
+    rows = await read(reader, images, [GRID] * 3)
     for found, asked in zip(rows, images, strict=True):
         assert found.content_digest == asked.digest
         assert (found.numpy() == fake_rows(asked.digest, 6, MODEL.width)).all()
@@ -66,9 +72,9 @@ async def test_p22_rows_that_contradict_the_result_are_refused(
     bad = image(b"\0")
     fake.script.faults[bad.digest] = fault
     with pytest.raises(InvalidRows) as refused:
-        await reader.read([image(b"\1"), bad], [GRID, GRID])
+        await read(reader, [image(b"\1"), bad], [GRID, GRID])
     assert refused.value.field == fault.value
-    assert await reader.read([image(b"\1")], [GRID])
+    assert await read(reader, [image(b"\1")], [GRID])
 
 
 @pytest.mark.parametrize(
@@ -84,21 +90,21 @@ async def test_p22_rows_of_another_model_are_refused(
 ) -> None:
     reader = RowReader(Settings(target=fake.target), dataclasses.replace(GEOMETRY, **geometry))
     with pytest.raises(InvalidRows, match=words):
-        await reader.read([image(b"\0")], [GRID])
+        await read(reader, [image(b"\0")], [GRID])
     reader.close()
 
 
 async def test_p11_another_grid_is_refused(reader: RowReader) -> None:
     """Of as many rows."""
     with pytest.raises(InvalidRows, match=r"\(1, 4, 6\), expected \(1, 6, 4\)"):
-        await reader.read([image(b"\0")], [Grid(1, 6, 4)])
+        await read(reader, [image(b"\0")], [Grid(1, 6, 4)])
 
 
 async def test_p32_an_encoder_that_restarts_is_waited_for(fake: FakeEncoder, reader: RowReader) -> None:
     """Also one with other settings, whose rows the client has compared with the former one's."""
-    await reader.read([image(b"\0")], [GRID])
+    await read(reader, [image(b"\0")], [GRID])
     fake.stop()
-    reading = asyncio.create_task(reader.read([image(b"\1")], [GRID]))
+    reading = asyncio.create_task(read(reader, [image(b"\1")], [GRID]))
     await asyncio.to_thread(fake.start)
     (rows,) = await reading
     assert rows.content_digest == content_digest(b"\1")
@@ -108,25 +114,76 @@ async def test_p32_an_encoder_that_is_away_or_slow_fails_in_time(fake: FakeEncod
     reader = RowReader(Settings(target=fake.target, timeout_s=0.5, retry_s=0.1), GEOMETRY)
     fake.script.faults[content_digest(b"\0")] = Fault.HANG
     with pytest.raises(DeadlineExceeded):
-        await reader.read([image(b"\0")], [GRID])
+        await read(reader, [image(b"\0")], [GRID])
     fake.stop()
     with pytest.raises(EncoderError, match="went away"):
-        await reader.read([image(b"\1")], [GRID])
+        await read(reader, [image(b"\1")], [GRID])
     reader.close()
 
 
 async def test_a_caller_that_leaves_takes_its_call_along(fake: FakeEncoder, reader: RowReader) -> None:
     fake.script.faults[content_digest(b"\0")] = Fault.HANG
-    reading = asyncio.create_task(reader.read([image(b"\0")], [GRID]))
+    reading = asyncio.create_task(read(reader, [image(b"\0")], [GRID]))
     await asyncio.to_thread(wait_until, lambda: fake.num_calls["Encode"] == 1)
     reading.cancel()
     await asyncio.to_thread(wait_until, lambda: fake.num_cancelled["Encode"] == 1)
 
 
+async def test_p17_rows_at_once_have_a_bound_in_bytes(
+    fake: FakeEncoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 40 requests at once two have room. Rows count until they are handed over."""
+    monkeypatch.setattr("lm_adapter.engines.sglang.rows.MAX_ROWS_BYTES", 2 * GEOMETRY.num_bytes(GRID))
+    reader = RowReader(Settings(target=fake.target), GEOMETRY)
+    held = most = 0
+
+    async def ask(number: int) -> None:
+        nonlocal held, most
+        async with reader.read([image(bytes([number % 8]))], [GRID]):
+            held += 1
+            most = max(most, held)
+            await asyncio.sleep(0)
+            held -= 1
+
+    await asyncio.gather(*map(ask, range(40)))
+    assert most <= 2
+    reader.close()
+
+
+async def test_p17_requests_wait_for_room_in_their_order() -> None:
+    """One that is cancelled or late leaves its turn; one of more than the limit is alone."""
+    limit, entered = ByteLimit(10), list[str]()
+
+    async def hold(name: str, num_bytes: int, until: asyncio.Event) -> None:
+        async with limit.hold(num_bytes, timeout_s=20):
+            entered.append(name)
+            await until.wait()
+
+    first, go_on = asyncio.Event(), asyncio.Event()
+    tasks = [
+        asyncio.create_task(hold(name, num_bytes, first if name == "a" else go_on))
+        for name, num_bytes in (("a", 6), ("large", 30), ("b", 4), ("c", 4))
+    ]
+    await asyncio.to_thread(wait_until, lambda: limit._waiting and entered == ["a"])
+    with pytest.raises(DeadlineExceeded, match=r"no room for 4 bytes within 0\.01 s, 10 bytes"):
+        async with limit.hold(4, timeout_s=0.01):
+            pass
+    assert entered == ["a"]  # b and c would fit, but the large one is before them
+    tasks[1].cancel()
+    await asyncio.to_thread(wait_until, lambda: entered == ["a", "b"])
+    first.set()
+    await asyncio.to_thread(wait_until, lambda: entered == ["a", "b", "c"])
+    last = asyncio.create_task(hold("large", 30, go_on))
+    go_on.set()
+    await asyncio.gather(*tasks, last, return_exceptions=True)
+    assert entered[-1] == "large"
+    assert limit._free_bytes == 10
+
+
 async def test_any_event_loop_may_ask(reader: RowReader) -> None:
     """SGLang's offline engine makes its own."""
     for _ in range(2):
-        rows = await asyncio.to_thread(lambda: asyncio.run(reader.read([image(b"\0")], [GRID])))
+        rows = await asyncio.to_thread(lambda: asyncio.run(read(reader, [image(b"\0")], [GRID])))
         assert rows[0].num_rows == 6
 
 
