@@ -18,7 +18,7 @@ import uuid
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import structlog
 import torch
@@ -64,6 +64,9 @@ from encoder_service.towers.registry import load_tower
 from encoder_service.types import Grid
 from vision_encoder.v1 import encoder_pb2 as pb
 
+if TYPE_CHECKING:
+    from encoder_service.rpc.tokenspeed import TokenSpeedServer
+
 log = structlog.get_logger(__name__)
 Result = TypeVar("Result")
 
@@ -82,6 +85,29 @@ UNREAD_DRAIN_S = 2.0
 DRAIN_POLL_S = 0.05
 # Copies between tiers end within this time, or the device hangs.
 STORE_STOP_S = 5.0
+
+
+class FrontDoor:
+    """A server of another system's protocol with its HTTP server. address: host:port, once started."""
+
+    def __init__(self, name: str, server: SglangServer | TokenSpeedServer, listen: str) -> None:
+        self.name, self.server, self.address = name, server, ""
+        self._listen = listen
+        self._http: AdminServer | None = None
+
+    async def start(self, settings: Settings) -> None:
+        """Raises ConfigurationError."""
+        self._http = AdminServer(self.server.app, self._listen, settings.max_connections)
+        self.address = self._http.address
+        self._http.start()
+        await self.server.open(torch.device(settings.device))
+        if is_reachable(self.address):
+            log.warning("a protocol without tokens can be reached", protocol=self.name, listen=self.address)
+
+    async def stop(self) -> None:
+        if self._http is not None:
+            await self._http.stop()
+        await self.server.stop()
 
 
 class Service:
@@ -108,16 +134,19 @@ class Service:
         self._segments: PixelSegments | None = None
         self._admin = AdminPlane(settings, self.metrics)
         self._sglang = None
+        self._tokenspeed = None
+        self._doors: list[FrontDoor] = []
         if settings.serve_sglang:
             self._sglang = SglangServer(settings, self.metrics, self.not_ready_because)
-        self._sglang_http: AdminServer | None = None
-        self._tokenspeed = None
+            self._doors.append(FrontDoor("sglang", self._sglang, settings.serve_sglang))
         if settings.serve_tokenspeed:
             # Not at the top: a process that has another version of these messages can still import this file.
             from encoder_service.rpc.tokenspeed import TokenSpeedServer
 
             self._tokenspeed = TokenSpeedServer(settings, self.metrics, self.not_ready_because)
-        self._tokenspeed_http: AdminServer | None = None
+            host = settings.serve_tokenspeed.rpartition(":")[0]
+            bootstrap = f"{host}:{settings.tokenspeed_bootstrap_port}"
+            self._doors.append(FrontDoor("tokenspeed", self._tokenspeed, bootstrap))
         self._stop_traces: Callable[[], None] | None = None
         self._not_ready: str | None = "starting"
         self._fault: DeviceFault | None = None
@@ -131,7 +160,7 @@ class Service:
     @property
     def sglang_address(self) -> str:
         """host:port; empty where SGLang is not served."""
-        return "" if self._sglang_http is None else self._sglang_http.address
+        return self._door_address("sglang")
 
     @property
     def tokenspeed_address(self) -> str:
@@ -141,7 +170,10 @@ class Service:
     @property
     def tokenspeed_bootstrap(self) -> str:
         """host:port for prefill workers; empty where TokenSpeed is not served."""
-        return "" if self._tokenspeed_http is None else self._tokenspeed_http.address
+        return self._door_address("tokenspeed")
+
+    def _door_address(self, name: str) -> str:
+        return next((door.address for door in self._doors if door.name == name), "")
 
     # -- what the admin plane asks ---------------------------------------------------------------------
 
@@ -162,24 +194,8 @@ class Service:
         try:
             self.addresses = self._grpc.bind(settings.listen)
             self._admin.open(self)
-            if self._sglang is not None:
-                self._sglang_http = AdminServer(
-                    self._sglang.app, settings.serve_sglang, settings.max_connections
-                )
-                self._sglang_http.start()
-                if is_reachable(settings.serve_sglang):
-                    log.warning("SGLang's protocol has no tokens", listen=self.sglang_address)
-            if self._tokenspeed is not None:
-                host = settings.serve_tokenspeed.rpartition(":")[0]
-                self._tokenspeed_http = AdminServer(
-                    self._tokenspeed.bootstrap_app,
-                    f"{host}:{settings.tokenspeed_bootstrap_port}",
-                    settings.max_connections,
-                )
-                self._tokenspeed_http.start()
-                await self._tokenspeed.open(torch.device(settings.device))
-                if is_reachable(settings.serve_tokenspeed):
-                    log.warning("TokenSpeed's protocol has no tokens", listen=self.tokenspeed_address)
+            for door in self._doors:
+                await door.start(settings)
             started_s = time.monotonic()
             if settings.traces != "off":
                 self._stop_traces = start_traces(__version__)
@@ -205,10 +221,8 @@ class Service:
             await self._grpc.start(
                 {SERVICE: method_handlers(self._build_servicer(self.pipeline, self._info), self.gate)}
             )
-            if self._sglang is not None:
-                self._sglang.attach(self.pipeline, self._urls)
-            if self._tokenspeed is not None:
-                await self._tokenspeed.attach(self.pipeline, self._segments)
+            for door in self._doors:
+                await door.server.attach(self.pipeline, self._urls, self._segments)
         except BaseException as error:
             await self._release()
             if isinstance(error, Exception) and not isinstance(error, StartupError):
@@ -245,20 +259,16 @@ class Service:
         self._not_ready = "draining" if self._fault is None else "device fault"
         self.metrics.ready.set(0)
         await self._grpc.set_serving(False)
-        leaving = [asyncio.sleep(delay_s if self._fault is None else 0.0)]
-        if self._sglang is not None:
-            leaving.append(self._sglang.leave())
-        if self._tokenspeed is not None:
-            leaving.append(self._tokenspeed.leave())
-        await asyncio.gather(*leaving)
+        await asyncio.gather(
+            asyncio.sleep(delay_s if self._fault is None else 0.0),
+            *(door.server.leave() for door in self._doors),
+        )
         grace_s = self.settings.drain_grace_s if self._fault is None else FAULT_GRACE_S
         ends_s = time.monotonic() + grace_s
         in_time = await self.pipeline.drain(grace_s) if self.pipeline is not None else True
         await self._wait_for_readers(min(ends_s, time.monotonic() + UNREAD_DRAIN_S))
-        if self._sglang is not None:
-            await self._sglang.drain(ends_s)
-        if self._tokenspeed is not None:
-            await self._tokenspeed.drain(ends_s)
+        for door in self._doors:
+            await door.server.drain(ends_s)
         await self._grpc.stop(max(0.0, ends_s - time.monotonic()))
         await self._release()
         log.info("stopped", in_time=in_time)
@@ -276,14 +286,8 @@ class Service:
         if self._engine is not None and not await on_own_thread(self._engine.stop, ENGINE_STOP_S):
             log.error("a batch is still running and is left behind", waited_s=ENGINE_STOP_S)
         await self._admin.stop()
-        if self._sglang_http is not None:
-            await self._sglang_http.stop()
-        if self._sglang is not None:
-            await on_own_thread(self._sglang.close)
-        if self._tokenspeed_http is not None:
-            await self._tokenspeed_http.stop()
-        if self._tokenspeed is not None:
-            await self._tokenspeed.stop()
+        for door in self._doors:
+            await door.stop()
         if self.broker is not None:  # readers unmap once their connection ends
             await on_own_thread(self.broker.stop)
         if self.store is not None:

@@ -215,7 +215,7 @@ class AwaitedReceivers:
 
 class SglangServer:
     """``app`` answers from the start; ``attach`` once the pipeline is there, ``leave``, ``drain`` and
-    ``close`` at the end. not_ready_because: why no work is taken now, or None."""
+    ``stop`` at the end. not_ready_because: why no work is taken now, or None."""
 
     def __init__(
         self, settings: Settings, metrics: Metrics, not_ready_because: Callable[[], str | None]
@@ -244,7 +244,10 @@ class SglangServer:
             ]
         )
 
-    def attach(self, pipeline: Pipeline, urls: UrlFetcher | None) -> None:
+    async def open(self, _: torch.device) -> None:
+        """Nothing: ``app`` is all that listens."""
+
+    async def attach(self, pipeline: Pipeline, urls: UrlFetcher | None, _: object) -> None:
         """Takes work from now on. urls: None where URL items are refused."""
         self._pipeline = pipeline
         self._reader = ItemReader(self._admission, pipeline.workers, None, urls)
@@ -268,9 +271,9 @@ class SglangServer:
         while self._permits.num_calls and time.monotonic() < ends_s:  # noqa: ASYNC110
             await asyncio.sleep(STOP_POLL_S)
 
-    def close(self) -> None:
-        """Once the HTTP server has stopped. May take LINGER_MS: not for the event loop."""
-        self._sender.close()
+    async def stop(self) -> None:
+        """Once the HTTP server has stopped."""
+        await asyncio.to_thread(self._sender.close)  # may take LINGER_MS
 
     # -- requests --------------------------------------------------------------------------------------
 

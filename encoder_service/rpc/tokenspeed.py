@@ -198,8 +198,8 @@ def model_info(settings: Settings, pipeline: Pipeline) -> scheduler.GetModelInfo
 class TokenSpeedServer:
     """``open`` binds the ports, ``attach`` starts to answer; ``leave``, ``drain`` and ``stop`` at the end.
 
-    bootstrap_app: for an HTTP server of the composition root's. not_ready_because: why no work is taken now,
-    or None. segment_prefixes: of the pixels in shared memory that are taken unless the settings have others.
+    app: for prefill workers, served by the composition root. not_ready_because: why no work is taken now, or
+    None. segment_prefixes: of the pixels in shared memory that are taken unless the settings have others.
     """
 
     segment_prefixes = (SEGMENT_PREFIX,)
@@ -225,7 +225,7 @@ class TokenSpeedServer:
         self._reader: ItemReader | None = None
         self._control_port = 0
         self._listening: asyncio.Task[None] | None = None
-        self.bootstrap_app = Starlette(routes=[Route("/route", self._route)])
+        self.app = Starlette(routes=[Route("/route", self._route)])
         metrics.gauge(
             "ve_tokenspeed_rooms",
             "Items whose prefill workers have not got their rows yet.",
@@ -257,7 +257,7 @@ class TokenSpeedServer:
         )
         self._listening = asyncio.get_running_loop().create_task(self._rooms.listen(puller))
 
-    async def attach(self, pipeline: Pipeline, segments: PixelSegments | None) -> None:
+    async def attach(self, pipeline: Pipeline, _: object, segments: PixelSegments | None) -> None:
         """Takes work from now on. segments: None where pixels in shared memory are refused. Raises
         CheckpointError."""
         assert self._mooncake is not None
