@@ -39,7 +39,7 @@ from charts import draw_beside
 from measurement import RESULTS, describe_environment, write_result
 
 from encoder_service.config import Settings
-from encoder_service.ops.admin.live import BUSY_WINDOW_S, FULL_QUEUE_S
+from encoder_service.ops.admin.saturation import BUSY_WINDOW_S, FULL_QUEUE_S
 
 Array = NDArray[np.float64]
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from itertools import pairwise
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily
@@ -98,14 +97,6 @@ class Metrics:
 
     def observe_stage(self, stage: str, seconds: float) -> None:
         self._stages[stage].observe(seconds)
-
-    def stage_counts(self) -> dict[str, list[int]]:
-        """Observations in each bucket by stage, not cumulative; the last bucket has no upper bound."""
-        totals: dict[str, list[int]] = {stage: [0] for stage in STAGES}
-        for sample in next(iter(self.stage_seconds.collect())).samples:
-            if sample.name.endswith("_bucket"):
-                totals[sample.labels["stage"]].append(int(sample.value))
-        return {stage: [b - a for a, b in pairwise(found)] for stage, found in totals.items()}
 
     def gauge(self, name: str, text: str, read: Callable[[], float]) -> None:
         """Registers a gauge whose value is read at scrape time."""

@@ -106,7 +106,7 @@ def test_no_other_host_was_asked_and_nothing_was_complained_about(served: Runnin
 def test_the_playground_is_off_unless_asked_for(checkpoints: dict[str, Path], device) -> None:  # type: ignore[no-untyped-def]
     with running(checkpoints["qwen3_vl"], device) as found:
         base = address(found)
-        assert httpx.get(base + "v1/live").json()["playground_max_bytes"] == 0
+        assert httpx.get(base + "v1/info").json()["playground_max_bytes"] == 0
         answer = httpx.post(
             base + "v1/playground",
             content=PHOTO.read_bytes(),

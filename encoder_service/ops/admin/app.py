@@ -8,7 +8,6 @@ nothing from another host, and its content security policy forbids it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from importlib import resources
 from typing import Any, Protocol
 
@@ -71,18 +70,16 @@ class Readiness(Protocol):
 def create_admin_app(
     readiness: Readiness,
     metrics: Metrics,
-    figures: Callable[[], dict[str, Any]],
     playground: Playground | None = None,
 ) -> FastAPI:
-    """figures: returns the answer of ``/v1/live``. playground: None leaves its route out. JSON answers hold
-    bytes as hexadecimal."""
+    """playground: None leaves its route out. JSON answers hold bytes as hexadecimal."""
     app = FastAPI(title="vision-encoder admin", docs_url=None, redoc_url=None)
-    app.include_router(probes(readiness, metrics))
-    app.include_router(page(figures, playground))
+    app.include_router(probes(readiness, metrics, 0 if playground is None else playground.max_bytes))
+    app.include_router(page(playground))
     return app
 
 
-def probes(readiness: Readiness, metrics: Metrics) -> APIRouter:
+def probes(readiness: Readiness, metrics: Metrics, playground_max_bytes: int) -> APIRouter:
     router = APIRouter()
 
     @router.get("/healthz")
@@ -107,7 +104,7 @@ def probes(readiness: Readiness, metrics: Metrics) -> APIRouter:
         if message is None:
             response.status_code = 503
             return {"status": "not ready", "reason": readiness.not_ready_because()}
-        return info_dict(message)
+        return info_dict(message) | {"playground_max_bytes": playground_max_bytes}
 
     return router
 
@@ -124,7 +121,7 @@ def info_dict(message: pb.GetServerInfoResponse) -> dict[str, Any]:
     return answer
 
 
-def page(figures: Callable[[], dict[str, Any]], playground: Playground | None) -> APIRouter:
+def page(playground: Playground | None) -> APIRouter:
     router = APIRouter()
     folder = resources.files("encoder_service.ops.admin") / "static"
     contents = {name: (folder / name).read_bytes() for name in FILES}
@@ -138,11 +135,6 @@ def page(figures: Callable[[], dict[str, Any]], playground: Playground | None) -
         if name not in contents:
             return Response(status_code=404, headers=HEADERS)
         return Response(contents[name], media_type=FILES[name], headers=HEADERS)
-
-    @router.get("/v1/live")
-    async def live() -> JSONResponse:
-        max_bytes = 0 if playground is None else playground.max_bytes
-        return JSONResponse(figures() | {"playground_max_bytes": max_bytes}, headers=HEADERS)
 
     if playground is None:
         return router

@@ -5,13 +5,16 @@ Owns the names and help texts of these metrics. The objects that they describe k
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
+
 from encoder_service.broker import Broker
 from encoder_service.engine.device import DeviceEngine
 from encoder_service.engine.graphs import GraphRunner
 from encoder_service.ingest.pixel_segments import PixelSegments
-from encoder_service.ops.admin.live import runs_by_size
 from encoder_service.ops.metrics import Metrics
 from encoder_service.pipeline import Pipeline
+from encoder_service.scheduler.buckets import Bucket
 from encoder_service.store.embedding_store import EmbeddingStore
 
 
@@ -62,14 +65,21 @@ def register_graphs(metrics: Metrics, graphs: GraphRunner) -> None:
     metrics.counter_view(
         "ve_bucket_runs",
         "Batches by the patches of the bucket that took them.",
-        lambda: {
-            str(size): runs for size, runs in runs_by_size(figures.replays, figures.padded_runs).items()
-        },
+        lambda: runs_by_size(figures.replays, figures.padded_runs),
         "patches",
     )
     metrics.gauge("ve_graph_bytes", "Device memory of captured graphs.", lambda: graphs.captured_bytes)
     for step, shape, name in graphs.choices:
         metrics.kernel_choice.labels(step, shape, name).set(1)
+
+
+def runs_by_size(*counters: Mapping[Bucket, int]) -> Mapping[str, float]:
+    """Number of batches by the bucket's size in patches."""
+    runs: Counter[int] = Counter()
+    for counter in counters:
+        for bucket, count in dict(counter).items():  # copied in one step: the engine's thread adds to it
+            runs[bucket.num_patches] += count
+    return {str(size): runs[size] for size in sorted(runs)}
 
 
 def register_store(metrics: Metrics, store: EmbeddingStore) -> None:

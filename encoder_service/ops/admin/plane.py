@@ -19,7 +19,6 @@ import socket
 import ssl
 import urllib.parse
 from collections.abc import Iterator
-from typing import Any
 
 import uvicorn
 from starlette.datastructures import Headers
@@ -33,8 +32,8 @@ from encoder_service.engine.device import DeviceEngine
 from encoder_service.errors import ConfigurationError
 from encoder_service.ops.admin.app import Readiness, create_admin_app
 from encoder_service.ops.admin.gauges import register_broker, register_gauges
-from encoder_service.ops.admin.live import LiveView
 from encoder_service.ops.admin.playground import Playground
+from encoder_service.ops.admin.saturation import Saturation
 from encoder_service.ops.metrics import Metrics
 from encoder_service.ops.tls import certificate_files, server_context
 from encoder_service.pipeline import Pipeline
@@ -53,7 +52,6 @@ class AdminPlane:
         self.address = ""
         self._settings, self._metrics = settings, metrics
         self._playground = Playground(settings.max_encoded_bytes) if settings.playground else None
-        self._live: LiveView | None = None
         self._sampling: asyncio.Task[None] | None = None
         self._server: AdminServer | None = None
 
@@ -63,7 +61,7 @@ class AdminPlane:
         settings = self._settings
         if not settings.admin_listen:
             return
-        app = create_admin_app(readiness, self._metrics, self._figures, self._playground)
+        app = create_admin_app(readiness, self._metrics, self._playground)
         token = "" if settings.admin_token is None else settings.admin_token.get_secret_value()
         tls = None
         if settings.admin_tls and settings.tls_cert is not None and settings.tls_key is not None:
@@ -76,12 +74,12 @@ class AdminPlane:
         self._server.start()
 
     def attach(self, pipeline: Pipeline, engine: DeviceEngine, broker: Broker | None) -> None:
-        """Registers the metrics of the complete service and shows its figures from now on."""
+        """Registers the metrics of the complete service."""
         register_gauges(self._metrics, pipeline, engine)
         if broker is not None:
             register_broker(self._metrics, broker, pipeline.store)
-        self._live = LiveView(self._metrics, pipeline, engine, broker)
-        self._sampling = asyncio.get_running_loop().create_task(self._sample(self._live))
+        saturation = Saturation(self._metrics, pipeline, engine)
+        self._sampling = asyncio.get_running_loop().create_task(self._sample(saturation))
         if self._playground is not None:
             self._playground.attach(pipeline)
 
@@ -91,13 +89,10 @@ class AdminPlane:
         if self._server is not None:
             await self._server.stop()
 
-    def _figures(self) -> dict[str, Any]:
-        return {"attached": False} if self._live is None else self._live.answer()
-
-    async def _sample(self, live: LiveView) -> None:
+    async def _sample(self, saturation: Saturation) -> None:
         while True:
             await asyncio.sleep(SAMPLE_EVERY_S)
-            live.sample()
+            saturation.sample()
 
 
 class AdminServer:

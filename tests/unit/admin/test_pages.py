@@ -18,7 +18,7 @@ FOLDER = resources.files("encoder_service.ops.admin") / "static"
 
 def web() -> httpx.AsyncClient:
     readiness: Any = SimpleNamespace(is_alive=lambda: True, not_ready_because=lambda: None)
-    app = create_admin_app(readiness, Metrics(), dict)
+    app = create_admin_app(readiness, Metrics())
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://admin")
 
 

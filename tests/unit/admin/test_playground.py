@@ -90,7 +90,7 @@ async def test_the_third_at_a_time_is_turned_away(rig: Rig, playground: Playgrou
 
 def web(playground: Playground | None) -> httpx.AsyncClient:
     readiness: Any = SimpleNamespace(is_alive=lambda: True, not_ready_because=lambda: None)
-    app = create_admin_app(readiness, Metrics(), dict, playground)
+    app = create_admin_app(readiness, Metrics(), playground)
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://admin")
 
 

@@ -1,5 +1,5 @@
-// The live half of the page: requests /v1/live every second and draws the answers. No build step, no library.
-// The service answers with counters since its start. Rates and percentiles are computed from two answers.
+// The live half of the page: requests /metrics every second and draws them. No build step, no library.
+// The metrics count since the service's start. Rates and percentiles are computed from two answers.
 
 const byId = (id) => document.getElementById(id);
 const SVG = "http://www.w3.org/2000/svg";
@@ -15,30 +15,58 @@ export const TIERS = {
 };
 const answers = []; // within the time span of the charts, oldest first
 
+// The samples of a text in Prometheus' format by their names.
+function parsed(text) {
+  const found = {};
+  for (const [, name, labels, value] of text.matchAll(/^(\w+)(?:\{(.*)\})? (\S+)$/gm)) {
+    const pairs = [...(labels ?? "").matchAll(/(\w+)="((?:[^"\\]|\\.)*)"/g)].map((match) => match.slice(1));
+    (found[name] ??= []).push({ labels: Object.fromEntries(pairs), value: Number(value) });
+  }
+  return found;
+}
+
+const samples = (live, name) => live.metrics[name] ?? [];
+const total = (live, name) => sum(samples(live, name).map((sample) => sample.value));
+const by = (live, name, label) =>
+  Object.fromEntries(samples(live, name).map((sample) => [sample.labels[label], sample.value]));
+
 function remember(live) {
-  if (answers.length && live.uptime_s < answers.at(-1).uptime_s) answers.length = 0; // the service restarted
+  if (answers.length && live.instance !== answers.at(-1).instance) answers.length = 0; // the service restarted
   answers.push(live);
-  while (answers[1]?.uptime_s < live.uptime_s - CHARTS_S) answers.shift();
+  while (answers[1]?.at_s < live.at_s - CHARTS_S) answers.shift();
 }
 
 // The newest answer that is at least `seconds` older than the last one, or else the oldest answer.
 function before(seconds) {
   const last = answers.at(-1);
-  return answers.findLast((live) => live.uptime_s <= last.uptime_s - seconds) ?? answers[0];
+  return answers.findLast((live) => live.at_s <= last.at_s - seconds) ?? answers[0];
 }
 
-const sum = (counts) => Object.values(counts).reduce((total, value) => total + value, 0);
-const delivered = (live) => sum(live.tiers);
-const encoded = (live) => live.encoded;
-const busy = (live) => live.busy_s;
+const sum = (counts) => Object.values(counts).reduce((so_far, value) => so_far + value, 0);
+const delivered = (live) => total(live, "ve_items_total");
+const encoded = (live) => total(live, "ve_encoded_items_total");
+const busy = (live) => total(live, "ve_device_busy_seconds_total");
+const rejected = (live) => total(live, "ve_rejections_total");
+const queued_s = (live) => total(live, "ve_queued_device_seconds");
 
 function rate(from, to, figure) {
-  const seconds = to.uptime_s - from.uptime_s;
+  const seconds = to.at_s - from.at_s;
   return seconds > 0 ? (figure(to) - figure(from)) / seconds : 0;
 }
 
-// Increase of the counts in a stage's histogram between two answers.
-const gained = (from, to, stage) => to.stages[stage].map((count, index) => count - from.stages[stage][index]);
+const busyShare = (from, to) => Math.min(1, rate(from, to, busy));
+const buckets = (live, stage) =>
+  samples(live, "ve_stage_seconds_bucket").filter((sample) => sample.labels.stage === stage);
+
+// Increase of the counts in a stage's histogram between two answers, not cumulative.
+function gained(from, to, stage) {
+  const earlier = buckets(from, stage);
+  const cumulative = buckets(to, stage).map((sample, index) => sample.value - earlier[index].value);
+  return cumulative.map((count, index) => count - (cumulative[index - 1] ?? 0));
+}
+
+// The histogram's upper bounds in seconds, without the last one, infinity.
+const bounds = (live) => buckets(live, "total").slice(0, -1).map((sample) => Number(sample.labels.le));
 
 // The percentile in milliseconds, interpolated linearly within a bucket; null without observations.
 function percentile(bounds, counts, share) {
@@ -60,21 +88,16 @@ function series() {
   const last = answers.at(-1);
   const pairs = answers.slice(1).map((to, index) => [answers[index], to]);
   const of = (point) => pairs.map(([from, to]) => point(from, to));
-  const latency = (share) =>
-    of((from, to) => percentile(to.bucket_bounds_s, gained(from, to, "total"), share));
+  const latency = (share) => of((from, to) => percentile(bounds(to), gained(from, to, "total"), share));
   return {
-    t_s: of((_, to) => to.uptime_s - last.uptime_s),
+    t_s: of((_, to) => to.at_s - last.at_s),
     items_per_s: of((from, to) => rate(from, to, delivered)),
     encoded_per_s: of((from, to) => rate(from, to, encoded)),
-    busy_share: of((from, to) => Math.min(1, rate(from, to, busy))),
-    queued_ms: of((_, to) => 1000 * to.now.queued_s),
+    busy_share: of(busyShare),
+    queued_ms: of((_, to) => 1000 * queued_s(to)),
     p50_ms: latency(0.5),
     p99_ms: latency(0.99),
   };
-}
-
-function heldIn(tiers) {
-  return Object.entries(tiers).map(([tier, items]) => `${count(items)} items in the ${tier} tier`).join(", ");
 }
 
 export function element(tag, text, name) {
@@ -142,25 +165,26 @@ export function bars(box, entries, show) {
 }
 
 function tiles(live) {
-  const now = live.now;
   const from = before(NOW_S);
   const totals = gained(before(STAGES_S), live, "total");
-  const latency = (share) => ms(percentile(live.bucket_bounds_s, totals, share));
+  const latency = (share) => ms(percentile(bounds(live), totals, share));
+  const missed = (answer) => by(answer, "ve_items_total", "tier").miss ?? 0;
   const asked = delivered(live) - delivered(from);
-  const missed = live.tiers.miss - from.tiers.miss;
-  const rejected = rate(from, live, (answer) => sum(answer.rejections));
+  const found = asked ? 1 - (missed(live) - missed(from)) / asked : 0;
+  const refused = rate(from, live, rejected);
+  const saturation = total(live, "ve_saturation_ratio");
   const level = (share) => (share >= 0.95 ? "bad" : share >= 0.8 ? "warn" : "");
   const shown = [
     ["delivered", count(rate(from, live, delivered)), "/s"],
     ["encoded", count(rate(from, live, encoded)), "/s"],
     ["latency p50", latency(0.5), ""],
     ["latency p99", latency(0.99), ""],
-    ["queue", ms(now.queued_s * 1e3), ""],
-    ["patches queued", count(now.queued_patches), ""],
-    ["device busy", percent(now.busy_share), ""],
-    ["saturation", percent(now.saturation), "", level(now.saturation)],
-    ["found in cache", percent(asked ? 1 - missed / asked : 0), ""],
-    ["turned away", count(rejected), "/s", rejected > 0 ? "bad" : ""],
+    ["queue", ms(queued_s(live) * 1e3), ""],
+    ["patches queued", count(total(live, "ve_queued_patches")), ""],
+    ["device busy", percent(busyShare(from, live)), ""],
+    ["saturation", percent(saturation), "", level(saturation)],
+    ["found in cache", percent(found), ""],
+    ["turned away", count(refused), "/s", refused > 0 ? "bad" : ""],
   ];
   byId("tiles").replaceChildren(
     ...shown.map(([name, value, unit, mark]) => {
@@ -217,48 +241,54 @@ function chart(id, series, names, show, fixed) {
   );
 }
 
-function panels(live) {
+function panels(live, info) {
   const from = before(STAGES_S);
-  const stages = Object.keys(live.stages).map((stage) => [stage, gained(from, live, stage)]);
+  const names = new Set(samples(live, "ve_stage_seconds_bucket").map((sample) => sample.labels.stage));
+  const stages = [...names].map((stage) => [stage, gained(from, live, stage)]);
   fill(
     byId("stages"),
     stages.filter(([, counts]) => sum(counts)).map(([stage, counts]) => [
-      stage, count(sum(counts)),
-      ...[0.5, 0.9, 0.99].map((share) => ms(percentile(live.bucket_bounds_s, counts, share))),
+      stage, count(sum(counts)), ...[0.5, 0.9, 0.99].map((share) => ms(percentile(bounds(live), counts, share))),
     ]),
     ["stage", "passed", "p50", "p90", "p99"],
   );
-  const buckets = live.buckets;
-  if (buckets.graphs && buckets.runs.length) {
-    bars(byId("buckets"), buckets.runs.map((entry) => [String(entry.patches), entry.runs]), count);
-    byId("buckets").append(
-      element("p", `${percent(buckets.waste_share)} of patches are padding, ${count(buckets.eager_runs)} batches ran eager`, "quiet"),
-    );
+  const runs = Object.entries(by(live, "ve_bucket_runs_total", "patches"));
+  if (runs.length) {
+    const padded = total(live, "ve_padded_patches_total");
+    const waste = percent(padded / (padded + total(live, "ve_encoded_patches_total")));
+    const eager = count(total(live, "ve_eager_runs_total"));
+    bars(byId("buckets"), runs, count);
+    byId("buckets").append(element("p", `${waste} of patches are padding, ${eager} batches ran eager`, "quiet"));
   } else {
-    const why = buckets.graphs ? "no batch has run in a bucket yet" : "no graphs on this device: every batch has its own shape";
-    byId("buckets").replaceChildren(element("p", `${count(buckets.batches)} batches; ${why}`, "quiet"));
+    const hasGraphs = samples(live, "ve_graph_replays_total").length;
+    const why = hasGraphs ? "no batch has run in a bucket yet" : "no graphs on this device: every batch has its own shape";
+    byId("buckets").replaceChildren(element("p", `${count(total(live, "ve_batches_total"))} batches; ${why}`, "quiet"));
   }
-  const cache = live.cache;
+  const tiers = by(live, "ve_items_total", "tier");
+  const held = Object.entries(by(live, "ve_store_items", "tier")).map(([tier, items]) => `${count(items)} items in the ${tier} tier`);
   fill(byId("cache"), [
-    ["held", `${heldIn(cache.items)}, ${bytes(cache.bytes)} of ${bytes(cache.max_bytes)}`],
-    ...Object.entries(live.tiers).map(([tier, value]) => [TIERS[tier], count(value)]),
-    ["evicted", count(cache.evictions)],
-    ["found no room", count(cache.refused)],
-    ...cache.arenas.map((arena) => [
-      `${arena.kind} arena${arena.namespace ? " of " + arena.namespace : ""}`,
-      `${bytes(arena.free_bytes)} of ${bytes(arena.bytes)} free`,
+    ["held", `${held.join(", ")}, ${bytes(total(live, "ve_store_bytes"))} of ${bytes(info.limits.store_bytes)}`],
+    ...Object.entries(TIERS).map(([tier, text]) => [text, count(tiers[tier] ?? 0)]),
+    ["evicted", count(total(live, "ve_store_evictions_total"))],
+    ["found no room", count(total(live, "ve_store_refused_total"))],
+    ...samples(live, "ve_arena_bytes").map(({ labels, value }, index) => [
+      `${labels.memory} arena${labels.namespace ? " of " + labels.namespace : ""}`,
+      `${bytes(samples(live, "ve_arena_free_bytes")[index].value)} of ${bytes(value)} free`,
     ]),
   ]);
-  const reads = live.reads;
+  const transports = by(live, "ve_deliveries_total", "transport");
+  const connections = samples(live, "ve_broker_connections");
   fill(byId("reads"), [
-    ...Object.entries(live.transports).map(([name, value]) => [`delivered ${name === "inline" ? "inline" : "by place, " + name}`, count(value)]),
-    ...(reads.connections === undefined ? [["shared memory", "off"]] : [
-      ["broker connections", count(reads.connections)],
-      ["reads reported / lost", `${count(reads.reported)} / ${count(reads.lost)}`],
-      ["encoded again", count(reads.repeated)],
+    ...["inline", "host", "device"].map((name) => [
+      `delivered ${name === "inline" ? "inline" : "by place, " + name}`, count(transports[name] ?? 0),
     ]),
+    ...(connections.length ? [
+      ["broker connections", count(connections[0].value)],
+      ["reads reported / lost", `${count(total(live, "ve_directory_reads_total"))} / ${count(total(live, "ve_reads_lost_total"))}`],
+      ["encoded again", count(total(live, "ve_encodes_repeated_total"))],
+    ] : [["shared memory", "off"]]),
   ]);
-  const failures = Object.entries(live.failures);
+  const failures = Object.entries(by(live, "ve_item_failures_total", "reason"));
   fill(byId("failures"), failures.length ? failures.map(([reason, value]) => [reason, count(value)]) : [["none since the start", ""]]);
 }
 
@@ -267,27 +297,29 @@ function state(text, name) {
   byId("state").className = "state " + name;
 }
 
-function show(live, ready) {
+function show(metrics, ready, info) {
   state(ready.status === "ready" ? "ready" : `not ready: ${ready.reason}`, ready.status === "ready" ? "good" : "bad");
-  if (!live.attached) return;
+  if (!info.models) return; // not loaded yet
+  const live = { at_s: performance.now() / 1000, instance: info.instance_id, metrics: parsed(metrics) };
   remember(live);
-  const model = live.model;
-  byId("model").textContent = `${model.name} (${model.family}) on ${model.device}, ${model.dtype}; up ${Math.floor(live.uptime_s / 60)} min`;
-  byId("playground").hidden = live.playground_max_bytes === 0;
-  byId("drop-limit").textContent = `at most ${bytes(live.playground_max_bytes)}; encoded like every request, after those that wait`;
+  const model = info.models[0];
+  const dtype = model.dtype.replace("DTYPE_", "").toLowerCase();
+  byId("model").textContent = `${model.name} (${model.family}) on ${info.device}, ${dtype}`;
+  byId("playground").hidden = info.playground_max_bytes === 0;
+  byId("drop-limit").textContent = `at most ${bytes(info.playground_max_bytes)}; encoded like every request, after those that wait`;
   tiles(live);
   const points = series();
   chart("chart-items", points, ["items_per_s", "encoded_per_s"], (top) => count(top) + "/s");
   chart("chart-latency", points, ["p50_ms", "p99_ms"], ms);
   chart("chart-busy", points, ["busy_share"], percent, 1);
   chart("chart-queue", points, ["queued_ms"], ms);
-  panels(live);
+  panels(live, info);
 }
 
 async function refresh() {
   try {
-    const [live, ready] = await Promise.all(["v1/live", "readyz"].map(async (path) => (await fetch(path)).json()));
-    show(live, ready);
+    const [metrics, ready, info] = await Promise.all(["metrics", "readyz", "v1/info"].map((path) => fetch(path)));
+    show(await metrics.text(), await ready.json(), await info.json());
   } catch (error) {
     state("no answer from the service", "bad");
   }
