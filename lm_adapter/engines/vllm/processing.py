@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from transformers.feature_extraction_utils import BatchFeature
 from vllm.model_executor.models import qwen3_vl
@@ -37,8 +36,6 @@ from lm_adapter.items import Grid, Modality, PreprocessOptions
 from lm_adapter.keys import content_digest
 
 SIZE_OPTIONS = {"size", "min_pixels", "max_pixels"}
-
-
 METADATA = {"fps", "frames_indices", "total_num_frames"}
 """What vLLM has to know of a decoded clip."""
 
@@ -61,37 +58,29 @@ class FileItems(ProcessorBatchItems[Any]):  # type: ignore[misc]
         return file.name if isinstance(file, ClipFile) else None if file is None else file.digest
 
 
-def image_files(
-    data: Any, decoded: Callable[[Any], Decoded | None] = lambda _: None
-) -> list[ImageFile | Decoded | None]:
-    """What vLLM takes as images. decoded: of those that are no files. Raises ValueError for embeddings, which
-    only the encoder makes here, and for pixels of a form that cannot be written as a file."""
+def image_files(data: Any, *, takes_floats: bool = False) -> list[ImageFile | Decoded | None]:
+    """What vLLM takes as images. takes_floats: as Decoded, of which no file can be written. Raises ValueError
+    for embeddings, which only the encoder makes here, and for pixels of another form."""
     if isinstance(data, dict) or (isinstance(data, torch.Tensor) and data.ndim == 3):
         raise ValueError("image_embeds are not accepted: image rows come from the encoder")
     if isinstance(data, list | tuple):
         several = list(data)
     else:
         several = list(data) if getattr(data, "ndim", 3) == 4 else [data]
-    return [decoded(one) or _image_file(one) for one in several]
+    return [_image_file(one, takes_floats=takes_floats) for one in several]
 
 
-def _image_file(image: Any) -> ImageFile | None:
+def _image_file(image: Any, *, takes_floats: bool) -> ImageFile | Decoded | None:
     if isinstance(image, MediaWithBytes):
         image = image.media if isinstance(image.media, ImageFile) else ImageFile.read(image.original_bytes)
-    if image is None or isinstance(image, ImageFile):
+    if image is None or isinstance(image, ImageFile | Decoded):
+        # vLLM parses again what its cache has not.
         return image
     if isinstance(image, dict) or (isinstance(image, torch.Tensor) and image.ndim == 2):
         raise ValueError("image_embeds are not accepted: image rows come from the encoder")
+    if takes_floats and "float" in str(getattr(image, "dtype", "")):
+        return Decoded(image)
     return ImageFile.of_pixels(image)
-
-
-def float_array(image: Any) -> Decoded | None:
-    """Of an image that no file can hold: None for others."""
-    if isinstance(image, Decoded):
-        # vLLM parses again what its cache has not.
-        return image
-    is_array = isinstance(image, np.ndarray | torch.Tensor) and image.ndim == 3
-    return Decoded(image) if is_array and "float" in str(image.dtype) else None
 
 
 def clip_files(data: Any) -> list[ClipFile | Decoded | None]:
@@ -135,7 +124,7 @@ def pixel_tensor(pixel_values: torch.Tensor, grid: Grid, modality: Modality) -> 
 
 class FileDataParser(qwen3_vl.Qwen3VLMultiModalDataParser):  # type: ignore[misc]
     def _parse_image_data(self, data: Any) -> FileItems | None:
-        return None if data is None else FileItems(image_files(data, float_array), "image")
+        return None if data is None else FileItems(image_files(data, takes_floats=True), "image")
 
     def _parse_video_data(self, data: Any) -> FileItems | None:
         return None if data is None else FileItems(clip_files(data), "video")
