@@ -209,14 +209,8 @@ class Service:
             self.pipeline = self._build_pipeline(model, self._engine, store)
             await on_own_thread(self._engine.warm_up, warm_up_grids(model, settings))
             self._engine.start()
-            self._info = server_info(
-                settings,
-                model,
-                store,
-                self._instance_id,
-                self._own_segments,
-                unusable_kernels(model.tower.device),
-            )
+            unusable = await on_own_thread(unusable_kernels, model.tower.device)
+            self._info = server_info(settings, model, store, self._instance_id, self._own_segments, unusable)
             self._admin.attach(self.pipeline, self._engine, self.broker)
             await self._grpc.start(
                 {SERVICE: method_handlers(self._build_servicer(self.pipeline, self._info), self.gate)}

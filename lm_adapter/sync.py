@@ -146,9 +146,12 @@ class VisionEncoderClient:
         return self._rows(keys, fetch)
 
     def prefetch(
-        self, items: Sequence[Item], *, timeout_s: float | None = None
+        self, items: Sequence[Item], *, timeout_s: float | None = None, until_encoded: bool = False
     ) -> list[PrefetchStatus | ItemFailed]:
-        return self._run(lambda: self._client.prefetch(items, timeout_s=timeout_s))
+        prefetch = functools.partial(
+            self._client.prefetch, items, timeout_s=timeout_s, until_encoded=until_encoded
+        )
+        return self._run(prefetch)
 
     def lookup(
         self,

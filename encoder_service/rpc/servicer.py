@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import grpc
 
-from encoder_service.errors import InvalidRequest, UnknownModel
+from encoder_service.errors import InvalidRequest, StoreFull, UnknownModel
 from encoder_service.inflight import InFlightEncode
 from encoder_service.ops.metrics import Metrics
 from encoder_service.pipeline import EncodeResult, Pipeline
@@ -23,6 +23,7 @@ from encoder_service.rpc.delivery import Delivery, Wanted
 from encoder_service.rpc.item_reader import ItemReader
 from encoder_service.rpc.item_stream import ItemStream
 from encoder_service.rpc.status import failure_of
+from encoder_service.store.embedding_store import RETRY_AFTER_MS
 from encoder_service.types import EncodedItem, Item
 from vision_encoder.v1 import encoder_pb2 as pb
 
@@ -77,8 +78,14 @@ class VisionEncoderServicer:
             if not request.until_encoded:
                 return await self._pipeline.prefetch(item, namespace=request.namespace)
             result = await self._pipeline.encode(item, namespace=request.namespace, deadline_s=deadline_s)
-            encoded = result.encoded
+            encoded, is_stored = result.encoded, result.held.tier is not None
             result.release()
+            if not is_stored:
+                raise StoreFull(
+                    f"{encoded.spec.num_bytes} bytes of rows are encoded, and there is no room to keep them",
+                    retry_after_ms=RETRY_AFTER_MS,
+                    needed_bytes=encoded.spec.num_bytes,
+                )
             return encoded
 
         async def one(index: int, message: pb.Item) -> pb.PrefetchStatus:

@@ -446,9 +446,8 @@ class EmbeddingStore:
         self._private_copies.add(task)
         task.add_done_callback(self._private_copies.discard)
         task.add_done_callback(_retrieve_error)
-        await asyncio.shield(
-            task
-        )  # a caller that leaves does not end the copy, which reads and writes memory
+        # A caller that leaves does not end the copy, which reads and writes memory.
+        await asyncio.shield(task)
         return PinnedRows(item)
 
     async def _copy_private(self, item: EncodedItem, source: PinnedRows) -> None:

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from encoder_service.config import Settings
+
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
 DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "deploy").glob("*.md")]
@@ -112,3 +114,10 @@ def test_the_demo_runs(tmp_path: Path) -> None:
 def test_links_lead_somewhere(document: Path) -> None:
     for target in re.findall(r"\]\(([^)#\s]+)", document.read_text()):
         assert "://" in target or (document.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_variables_of_the_documents_are_settings(document: Path) -> None:
+    """An unknown one stops a start."""
+    known = {f"VE_{name.upper()}" for name in Settings.model_fields} | {"VE_NAME"}
+    assert set(re.findall(r"\bVE_[A-Z0-9_]*[A-Z0-9]\b", document.read_text())) <= known

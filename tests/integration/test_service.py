@@ -153,6 +153,21 @@ def test_a_prefetch_until_encoded_says_what_became_of_each_item(service: Running
     assert bad.failure.reason == "UNDECODABLE_IMAGE"
 
 
+def test_a_prefetch_until_encoded_does_not_claim_rows_that_were_not_kept(
+    checkpoints: dict[str, Path], device: torch.device
+) -> None:
+    image = pb.Item(modality=pb.MODALITY_IMAGE, encoded=photo(2400, 2400))
+    with (
+        running(checkpoints["qwen3_vl"], device, arena_bytes=1 << 20) as service,
+        connected(service) as stub,
+    ):
+        request = pb.PrefetchRequest(items=[image], until_encoded=True)
+        (status,) = stub.Prefetch(request, timeout=60).statuses
+    assert status.failure.reason == "STORE_FULL"
+    assert status.failure.retryable
+    assert int(status.failure.details["needed_bytes"]) > 1 << 20
+
+
 def test_a_warm_up_that_fails_is_a_start_that_fails(
     checkpoints: dict[str, Path], device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
