@@ -60,7 +60,7 @@ def send_report(reply: str, request_id: str, error: EncoderError) -> None:
         sending(timeout_s=0)
     except BlockingIOError:
         with contextlib.suppress(queue.Full):
-            _late_reports().put_nowait(sending)
+            _late_reports(reply).put_nowait(sending)
 
 
 def _send(reply: str, request_id: str, report: bytes, *, timeout_s: float) -> None:
@@ -68,23 +68,25 @@ def _send(reply: str, request_id: str, report: bytes, *, timeout_s: float) -> No
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
             sender.settimeout(timeout_s)
-            sender.sendto(report, f"\0{reply}".encode())
+            # Connected: sendto with a timeout would repeat without a pause while there is no room.
+            sender.connect(f"\0{reply}".encode())
+            sender.send(report)
     except BlockingIOError:
         raise
     except (OSError, UnicodeError) as failure:
-        logger.warning("the API server is not told why request %s failed: %s", request_id, failure)
+        logger.warning("the API server does not learn why request %s failed: %s", request_id, failure)
 
 
 @functools.cache
-def _late_reports() -> queue.Queue[Callable[..., None]]:
-    """Reports for which there was no room yet, sent one after another by a thread of their own."""
+def _late_reports(reply: str) -> queue.Queue[Callable[..., None]]:
+    """Reports for which this API server had no room yet, sent one after another by a thread of their own."""
     late: queue.Queue[Callable[..., None]] = queue.Queue(MAX_KEPT)
 
     def run() -> None:
         while True:
             late.get()(timeout_s=SEND_S)
 
-    threading.Thread(target=run, name="vision-encoder-reports", daemon=True).start()
+    threading.Thread(target=run, name=f"reports to {reply}", daemon=True).start()
     return late
 
 

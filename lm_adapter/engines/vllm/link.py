@@ -28,7 +28,7 @@ MAX_FRAME_BYTES = 1 << 20
 BROKEN = (EOFError, OSError, ValueError, KeyError, TypeError)
 """What the end of a connection or a wrong frame raises."""
 MAX_DROPS = 4096
-"""The latest drops, which a rank is told again when it connects again."""
+"""The latest drops, which a rank gets again when it connects again."""
 INTERNAL = 13
 """gRPC's status of a failure with no other."""
 
@@ -161,7 +161,7 @@ class RankLink:
             self._open.pop(order.number, None)
 
     def drop(self, number: int) -> None:
-        """Nobody needs these rows any more. A rank whose connection is broken learns of it later."""
+        """Frees the rows on every rank; on one whose connection is broken when it connects again."""
         self._dropped.append(number)
         for writer in self._ranks:
             send(writer, {"drop": number})

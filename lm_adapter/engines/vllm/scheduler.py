@@ -85,7 +85,7 @@ class _Request:
     replies: set[str] = field(default_factory=set)
     wanted: list[WantedItem] = field(default_factory=list)
     held: dict[int, SharedRows] = field(default_factory=dict)
-    needed: list[int] = field(default_factory=list)
+    needed: deque[int] = field(default_factory=deque)
     is_in_portions: bool = False
     was_in_step: bool = False
     has_failed: bool = False
@@ -118,6 +118,8 @@ class RequestTracker:
         self._queue: deque[_Request] = deque()
         self._unavailable: set[str] = set()
         self._step = StepRows()
+        self._not_handed_over: set[str] = set()
+        """Identifiers that vLLM counts as in its own cache, though no step has handed over their rows."""
         self._leaving_bytes = 0
         self.used_bytes = 0
         """Bytes of rows that ranks have or will have."""
@@ -136,23 +138,26 @@ class RequestTracker:
             return False
         ahead = [index for index, wanted in enumerate(state.wanted) if wanted.end > num_computed_tokens]
         # vLLM reports no feature as passed if its tokens come from the prefix cache.
-        behind = {*state.held, *state.needed}.difference(ahead)
-        state.needed = [index for index in state.needed if index not in behind]
-        for index in behind.intersection(state.held):
-            self._let_go(state, index)
-        if behind:
+        known = {*state.held, *state.needed}
+        if behind := known.difference(ahead):
+            state.needed = deque(index for index in state.needed if index not in behind)
+            for index in behind.intersection(state.held):
+                self._let_go(state, index)
             self._start_queued()
-        if any(index not in state.held and index not in state.needed for index in ahead):
+        if not known.issuperset(ahead):
             self._enqueue(state, ahead)
         if state.has_failed or (state.needed and not state.is_in_portions):
             # One that waits for room gets no KV blocks: those that have rows may wait for these.
             return False
         end = num_computed_tokens + self._step_tokens
-        return all(
-            index in state.held and state.held[index].number
-            for index in ahead
-            if state.wanted[index].start < end
-        )
+        in_step = [index for index in ahead if state.wanted[index].start < end]
+        if not all(index in state.held and state.held[index].number for index in in_step):
+            return False
+        if self._not_handed_over:
+            for rows in (state.held[index] for index in in_step):
+                if rows.wanted.identifier in self._not_handed_over:
+                    self._hand_over(rows)
+        return True
 
     def holds(self, identifier: str) -> bool:
         """Whether every rank has the rows of this identifier."""
@@ -164,11 +169,10 @@ class RequestTracker:
         identifier = request.mm_features[index].identifier
         rows = self._rows.get(identifier)
         if rows is not None and rows.number:
-            rows.is_in_step = True
             state = self._requests.get(request.request_id)
             if state is not None:
                 state.was_in_step = True
-            self._step.hand_over.append((rows.number, identifier))
+            self._hand_over(rows)
 
     def passed(self, request: Any, index: int) -> None:
         """vLLM has computed past this feature."""
@@ -201,13 +205,14 @@ class RequestTracker:
         return taken
 
     def flush(self) -> None:
-        """All steps have begun: what was to leave with the next one leaves now. Rows that the next one hands
-        over stay on the ranks: vLLM counts them as in its own cache since they were allocated."""
-        handed_over = {number for number, _ in self._step.hand_over}
-        for number in self._step.drop:
-            if number not in handed_over:
-                self._calls.on_loop(self._link.drop, number)
-        self._step.drop = [number for number in self._step.drop if number in handed_over]
+        """All steps have begun: what was to leave with the next one leaves now. That may never come while
+        requests wait for this room. vLLM counts rows that were allocated as in its own cache, and does not
+        allocate them again: the next request for them hands over its own."""
+        dropped, hand_over = set(self._step.drop), self._step.hand_over
+        for number in dropped:
+            self._calls.on_loop(self._link.drop, number)
+        self._not_handed_over.update(name for number, name in hand_over if number in dropped)
+        self._step = StepRows([(number, name) for number, name in hand_over if number not in dropped])
         self._have_left()
 
     def check_step(self, computed: Iterable[str]) -> None:
@@ -215,6 +220,11 @@ class RequestTracker:
         for request_id in computed:
             state = self._requests.get(request_id) or _Request(request_id)
             self._fail(state, ItemFailed("vLLM scheduled an item whose rows had not come"))
+
+    def _hand_over(self, rows: SharedRows) -> None:
+        rows.is_in_step = True
+        self._not_handed_over.discard(rows.wanted.identifier)
+        self._step.hand_over.append((rows.number, rows.wanted.identifier))
 
     def _have_left(self) -> None:
         if self._leaving_bytes:
@@ -288,12 +298,12 @@ class RequestTracker:
             self._fail(state, error)
             return
         is_queued = state in self._queue
-        state.needed = [index for index in ahead if index not in state.held]
+        state.needed = deque(index for index in ahead if index not in state.held)
         if self._queue or not self._has_room(state):
             # Two requests that each hold a part and wait for the rest would block each other.
             for index in list(state.held):
                 self._let_go(state, index)
-            state.needed = ahead
+            state.needed = deque(ahead)
         if not is_queued:
             # One that was preempted has begun its answer: only one that is in portions is before it.
             is_behind = bool(self._queue) and self._queue[0].is_in_portions
@@ -356,7 +366,7 @@ class RequestTracker:
                     # Two that queued at once.
                     self._fail(state, error)
                     return
-            state.needed = state.needed[1:]
+            state.needed.popleft()
             rows.holders.add((state.request_id, index))
             state.held[index] = rows
 
@@ -373,7 +383,7 @@ class RequestTracker:
         self._release(state)
 
     def _release(self, state: _Request) -> None:
-        state.needed = []
+        state.needed.clear()
         for index in list(state.held):
             self._let_go(state, index)
 

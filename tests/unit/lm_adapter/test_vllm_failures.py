@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import secrets
 import socket
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -100,7 +102,7 @@ def test_a_report_to_nobody_is_logged_and_dropped(
 ) -> None:
     with caplog.at_level("WARNING", "vllm.vision_encoder"):
         send_report(f"{failures.name}-of-nobody", "chatcmpl-1", ERROR)
-    assert "is not told why request chatcmpl-1 failed" in caplog.text
+    assert "does not learn why request chatcmpl-1 failed" in caplog.text
 
 
 def test_p32_many_requests_may_fail_at_once(failures: Failures) -> None:
@@ -124,6 +126,45 @@ def test_p32_the_scheduler_does_not_wait_for_an_api_server_that_stands_still(
             send_report(name, f"chatcmpl-{number}", ERROR)
         received = [json.loads(server.recv(1 << 16))["request_id"] for _ in range(num_reports)]
     assert received == [f"chatcmpl-{number}" for number in range(num_reports)]
+
+
+@pytest.fixture
+def full_server() -> Iterator[str]:
+    """The name of an API server's socket that has no room, and never will."""
+    name = f"vision-encoder-{secrets.token_hex(16)}"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as server:
+        server.bind(f"\0{name}")
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                failures_module._send(name, "chatcmpl-1", b"", timeout_s=0)
+        yield name
+
+
+def test_waiting_for_an_api_server_takes_no_processor_time(
+    full_server: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    begun_s, begun_cpu_s = time.monotonic(), time.thread_time()
+    failures_module._send(full_server, "chatcmpl-1", b"", timeout_s=0.5)
+    assert time.monotonic() - begun_s >= 0.5
+    assert time.thread_time() - begun_cpu_s < 0.1
+    assert "does not learn why request chatcmpl-1 failed: timed out" in caplog.text
+
+
+def test_p32_an_api_server_that_stands_still_does_not_delay_reports_to_others(
+    full_server: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both have no room at first."""
+    monkeypatch.setattr(failures_module, "SEND_S", PATIENCE_S)
+    send_report(full_server, "chatcmpl-1", ERROR)
+    num_reports = 600  # more than the kernel keeps for a socket
+    name = f"vision-encoder-{secrets.token_hex(16)}"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as server:
+        server.bind(f"\0{name}")
+        server.settimeout(PATIENCE_S / 2)
+        for number in range(num_reports):
+            send_report(name, f"chatcmpl-{number}", ERROR)
+        for _ in range(num_reports):
+            server.recv(1 << 16)
 
 
 @pytest.mark.parametrize(
