@@ -101,11 +101,8 @@ class ConnectorMethods:
             if self._may_wait:
                 self._requests.wait(IDLE_S)
         self._requests.check_step(scheduler_output.scheduled_encoder_inputs)
-        step = self._requests.take_step(has_tokens=has_tokens)
-        # Taken and given up again in one pass of the scheduler.
-        freed = set(scheduler_output.free_encoder_mm_hashes)
-        step.hand_over = [(number, name) for number, name in step.hand_over if name not in freed]
-        return step
+        self._requests.freed(scheduler_output.free_encoder_mm_hashes, scheduler_output.num_scheduled_tokens)
+        return self._requests.take_step(has_tokens=has_tokens)
 
     def request_finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
         self._requests.finished(request)

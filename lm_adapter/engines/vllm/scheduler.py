@@ -20,7 +20,7 @@ import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -118,6 +118,8 @@ class RequestTracker:
         self._queue: deque[_Request] = deque()
         self._unavailable: set[str] = set()
         self._step = StepRows()
+        self._takers: dict[str, str] = {}
+        """By identifier that the next step hands over: the request that was given it last."""
         self._not_handed_over: set[str] = set()
         """Identifiers that vLLM counts as in its own cache, though no step has handed over their rows."""
         self._leaving_bytes = 0
@@ -156,7 +158,7 @@ class RequestTracker:
         if self._not_handed_over:
             for rows in (state.held[index] for index in in_step):
                 if rows.wanted.identifier in self._not_handed_over:
-                    self._hand_over(rows)
+                    self._hand_over(rows, state.request_id)
         return True
 
     def holds(self, identifier: str) -> bool:
@@ -172,7 +174,7 @@ class RequestTracker:
             state = self._requests.get(request.request_id)
             if state is not None:
                 state.was_in_step = True
-            self._hand_over(rows)
+            self._hand_over(rows, request.request_id)
 
     def passed(self, request: Any, index: int) -> None:
         """vLLM has computed past this feature."""
@@ -201,8 +203,18 @@ class RequestTracker:
         if not has_tokens:
             return StepRows()
         taken, self._step = self._step, StepRows()
+        self._takers.clear()
         self._have_left()
         return taken
+
+    def freed(self, identifiers: Iterable[str], scheduled: Container[str]) -> None:
+        """vLLM has freed these in the pass that ends. A request that is scheduled in it was given them
+        afterwards, because it would have kept them; all others gave them up.
+
+        scheduled: ids of requests."""
+        gone = {name for name in identifiers if self._takers.get(name) not in scheduled}
+        self._not_handed_over -= gone
+        self._step.hand_over = [rows for rows in self._step.hand_over if rows[1] not in gone]
 
     def flush(self) -> None:
         """All steps have begun: what was to leave with the next one leaves now. That may never come while
@@ -221,10 +233,12 @@ class RequestTracker:
             state = self._requests.get(request_id) or _Request(request_id)
             self._fail(state, ItemFailed("vLLM scheduled an item whose rows had not come"))
 
-    def _hand_over(self, rows: SharedRows) -> None:
+    def _hand_over(self, rows: SharedRows, request_id: str) -> None:
         rows.is_in_step = True
-        self._not_handed_over.discard(rows.wanted.identifier)
-        self._step.hand_over.append((rows.number, rows.wanted.identifier))
+        identifier = rows.wanted.identifier
+        self._not_handed_over.discard(identifier)
+        self._takers[identifier] = request_id
+        self._step.hand_over.append((rows.number, identifier))
 
     def _have_left(self) -> None:
         if self._leaving_bytes:

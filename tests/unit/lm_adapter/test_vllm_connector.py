@@ -53,7 +53,10 @@ class Tracker:
 
     def take_step(self, *, has_tokens: bool) -> StepRows:
         self.calls.append("step" if has_tokens else "empty")
-        return StepRows([(1, "kept"), (2, "freed")] if has_tokens else [])
+        return StepRows([(1, "kept")] if has_tokens else [])
+
+    def freed(self, identifiers: Any, scheduled: Any) -> None:
+        assert (identifiers, scheduled) == (["freed"], {"r": 7})
 
 
 @pytest.mark.parametrize("may_wait", [True, False])
@@ -69,6 +72,7 @@ def test_only_steps_with_none_in_flight_wait(may_wait: bool) -> None:
             total_num_scheduled_tokens=num_tokens,
             scheduled_encoder_inputs=inputs,
             free_encoder_mm_hashes=["freed"],
+            num_scheduled_tokens={"r": 7},
         )
         step = connector.build_connector_meta(output)
         assert step.hand_over == ([(1, "kept")] if num_tokens else [])

@@ -691,6 +691,35 @@ def test_p32_rows_that_others_hold_outlive_a_flush_and_are_handed_over(
     assert list(engine.begin(tracker.take_step(has_tokens=True))) == [image.name]
 
 
+def test_p32_rows_that_vllm_frees_and_allocates_in_one_pass_are_handed_over(
+    tracker: RequestTracker, engine: Engine
+) -> None:
+    """A new image needs the room of one that no request has; a later request in the same pass has it again.
+    Without its rows the rank would end the engine."""
+    image = new_image()
+    first, second = request_of(image), request_of(image)
+    for request in (first, second):
+        assert is_ready(tracker, engine, request)
+    tracker.allocated(second, 0)
+    tracker.freed([image.name], {second.request_id: 9})
+    assert list(engine.begin(tracker.take_step(has_tokens=True))) == [image.name]
+
+
+@pytest.mark.parametrize("has_tokens", [True, False])
+def test_p32_rows_that_vllm_allocates_and_frees_in_one_pass_are_not_handed_over(
+    has_tokens: bool, tracker: RequestTracker, engine: Engine
+) -> None:
+    """The request was preempted after it was scheduled. vLLM would not free them again."""
+    image = new_image()
+    request = request_of(image)
+    assert is_ready(tracker, engine, request)
+    tracker.allocated(request, 0)
+    tracker.freed([image.name], {})
+    taken = tracker.take_step(has_tokens=has_tokens)
+    assert taken.hand_over == []
+    assert tracker.take_step(has_tokens=True).hand_over == []
+
+
 def test_p32_images_that_come_later_end_their_request(tracker: RequestTracker, engine: Engine) -> None:
     """vLLM's streaming sessions add features to a request that was admitted."""
     request = request_of(new_image())
