@@ -12,13 +12,11 @@ import contextlib
 import gc
 import signal
 import sys
-import threading
 import time
 import uuid
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
 
 import structlog
 import torch
@@ -43,7 +41,9 @@ from encoder_service.ops.admin.gauges import register_segments
 from encoder_service.ops.admin.plane import AdminPlane, AdminServer
 from encoder_service.ops.metrics import Metrics
 from encoder_service.ops.traces import start_traces
+from encoder_service.own_thread import on_own_thread
 from encoder_service.pipeline import Pipeline, ServedModel
+from encoder_service.rpc.front_door import Backend, ProtocolServer
 from encoder_service.rpc.item_reader import ItemReader
 from encoder_service.rpc.server import (
     SERVICE,
@@ -64,11 +64,7 @@ from encoder_service.towers.registry import load_tower
 from encoder_service.types import Grid
 from vision_encoder.v1 import encoder_pb2 as pb
 
-if TYPE_CHECKING:
-    from encoder_service.rpc.tokenspeed import TokenSpeedServer
-
 log = structlog.get_logger(__name__)
-Result = TypeVar("Result")
 
 # A batch that outlives the grace gets this long to end before the process leaves it.
 ENGINE_STOP_S = 5.0
@@ -90,7 +86,7 @@ STORE_STOP_S = 5.0
 class FrontDoor:
     """A server of another system's protocol with its HTTP server. address: host:port, once started."""
 
-    def __init__(self, name: str, server: SglangServer | TokenSpeedServer, listen: str) -> None:
+    def __init__(self, name: str, server: ProtocolServer, listen: str) -> None:
         self.name, self.server, self.address = name, server, ""
         self._listen = listen
         self._http: AdminServer | None = None
@@ -100,7 +96,7 @@ class FrontDoor:
         self._http = AdminServer(self.server.app, self._listen, settings.max_connections)
         self.address = self._http.address
         self._http.start()
-        await self.server.open(torch.device(settings.device))
+        await self.server.open()
         if is_reachable(self.address):
             log.warning("a protocol without tokens can be reached", protocol=self.name, listen=self.address)
 
@@ -133,12 +129,11 @@ class Service:
         self._urls = open_urls(settings, self.metrics)
         self._segments: PixelSegments | None = None
         self._admin = AdminPlane(settings, self.metrics)
-        self._sglang = None
         self._tokenspeed = None
         self._doors: list[FrontDoor] = []
         if settings.serve_sglang:
-            self._sglang = SglangServer(settings, self.metrics, self.not_ready_because)
-            self._doors.append(FrontDoor("sglang", self._sglang, settings.serve_sglang))
+            sglang = SglangServer(settings, self.metrics, self.not_ready_because)
+            self._doors.append(FrontDoor("sglang", sglang, settings.serve_sglang))
         if settings.serve_tokenspeed:
             # Not at the top: a process that has another version of these messages can still import this file.
             from encoder_service.rpc.tokenspeed import TokenSpeedServer
@@ -215,8 +210,9 @@ class Service:
             await self._grpc.start(
                 {SERVICE: method_handlers(self._build_servicer(self.pipeline, self._info), self.gate)}
             )
+            backend = Backend(self.pipeline, self._urls, self._segments)
             for door in self._doors:
-                await door.server.attach(self.pipeline, self._urls, self._segments)
+                await door.server.attach(backend)
         except BaseException as error:
             await self._release()
             if isinstance(error, Exception) and not isinstance(error, StartupError):
@@ -396,24 +392,6 @@ class Service:
             self.store.freeze()
         self.metrics.ready.set(0)
         self._ended.set()
-
-
-async def on_own_thread(function: Callable[..., Result], *arguments: object) -> Result:
-    """Runs a long function beside the loop. The thread is a daemon: if the caller is cancelled (a signal
-    while loading), neither the loop nor the interpreter waits for it, as they would for an executor's."""
-    future: Future[Result] = Future()
-    future.set_running_or_notify_cancel()
-
-    def run() -> None:
-        try:
-            result = function(*arguments)
-        except BaseException as error:
-            future.set_exception(error)
-        else:
-            future.set_result(result)
-
-    threading.Thread(target=run, name=f"service-{function.__name__}", daemon=True).start()
-    return await asyncio.wrap_future(future)
 
 
 def load_model(settings: Settings) -> ServedModel:

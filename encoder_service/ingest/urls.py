@@ -40,7 +40,8 @@ Network: TypeAlias = ipaddress.IPv4Network | ipaddress.IPv6Network
 Resolve: TypeAlias = Callable[[str, int], Awaitable[Sequence[str]]]
 
 MAX_REDIRECTS = 3
-TIMEOUT_S = 10.0  # for one URL, redirects included
+# For one URL, redirects included.
+TIMEOUT_S, CLIP_TIMEOUT_S = 10.0, 60.0
 MAX_FETCHES = 16  # concurrent fetches; others wait
 MAX_URL_CHARS = 8192
 KEPT_CONNECTIONS = 8
@@ -56,7 +57,7 @@ TRANSPORT_ERRORS = (
     httpcore.UnsupportedProtocol,
 )
 DEFAULT_PORTS = {"https": 443, "http": 80}
-FETCH_BUCKETS_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+FETCH_BUCKETS_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
 _LABEL = r"[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?"
 _HOST = re.compile(rf"{_LABEL}(\.{_LABEL})*|\[[0-9a-f:.]+\]")
@@ -215,11 +216,13 @@ class AllowList:
 
 @dataclass(frozen=True)
 class Content:
-    """What a URL's body may be. what: with its article, for messages. types: beginnings of content types."""
+    """What a URL's body may be. what: with its article, for messages. types: beginnings of content types.
+    timeout_s: for the whole fetch."""
 
     what: str
     types: tuple[str, ...]
     max_bytes: int
+    timeout_s: float
     too_large: type[VisionEncoderError]
 
     def check_answer(self, status: int, fields: dict[bytes, str]) -> None:
@@ -255,22 +258,24 @@ class UrlFetcher:
         max_bytes: int,
         max_clip_bytes: int,
         timeout_s: float = TIMEOUT_S,
+        clip_timeout_s: float = CLIP_TIMEOUT_S,
         networks: Sequence[Network] = (),
         resolve: Resolve | None = None,
         tls: ssl.SSLContext | None = None,
         observe: Callable[[str, float], None] = lambda _outcome, _seconds: None,
     ) -> None:
-        """max_bytes, max_clip_bytes: limits of an image's and a clip's body. timeout_s: limit of one URL
-        including its redirects, excluding the wait for a free place. networks: may be contacted although they
-        are not public. observe: receives the outcome (OK, the reason of a failure, CANCELLED) and the
-        duration in seconds of every fetch."""
+        """max_bytes, max_clip_bytes: limits of an image's and a clip's body. timeout_s, clip_timeout_s:
+        limits of one URL including its redirects, excluding the wait for a free place. networks: may be
+        contacted although they are not public. observe: receives the outcome (OK, the reason of a failure,
+        CANCELLED) and the duration in seconds of every fetch."""
         self._allow = allow
         self._contents = {
-            Modality.IMAGE: Content("an image", ("image/",), max_bytes, ImageTooLarge),
+            Modality.IMAGE: Content("an image", ("image/",), max_bytes, timeout_s, ImageTooLarge),
             # Animated GIF and WebP are clips with an image's type.
-            Modality.VIDEO: Content("a clip", ("video/", "image/"), max_clip_bytes, ClipTooLarge),
+            Modality.VIDEO: Content(
+                "a clip", ("video/", "image/"), max_clip_bytes, clip_timeout_s, ClipTooLarge
+            ),
         }
-        self._timeout_s = timeout_s
         self._observe = observe
         self._places = asyncio.Semaphore(MAX_FETCHES)
         # A separate thread pool, so that a name server that hangs blocks no other work.
@@ -322,14 +327,14 @@ class UrlFetcher:
         self, url: CheckedUrl, content: Content, count_bytes: Callable[[int], None]
     ) -> bytes:
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(content.timeout_s):
                 for _ in range(MAX_REDIRECTS + 1):
                     found = await self._get(url, content, count_bytes)
                     if isinstance(found, bytes):
                         return found
                     url = found
         except TimeoutError:
-            raise UrlUnreachable(f"the URL was not read within {self._timeout_s} s") from None
+            raise UrlUnreachable(f"the URL was not read within {content.timeout_s} s") from None
         except (*TRANSPORT_ERRORS, OSError) as error:  # ssl.SSLError is an OSError
             raise UrlUnreachable(f"the URL could not be read: {type(error).__name__}") from None
         raise UrlRefused(f"the URL redirects more than {MAX_REDIRECTS} times")
@@ -344,7 +349,7 @@ class UrlFetcher:
             "Accept": ", ".join(f"{kind}*" for kind in content.types),
             "Accept-Encoding": "identity",
         }
-        body = bytearray()
+        parts, num_bytes = list[bytes](), 0
         async with self._client.stream("GET", url.text, headers=headers) as answer:
             fields = {name.lower(): value.decode("latin-1").strip() for name, value in answer.headers}
             if answer.status in REDIRECTS:
@@ -353,12 +358,14 @@ class UrlFetcher:
             declared = fields.get(b"content-length", "")
             content.check_size(int(declared) if declared.isdigit() else 0)
             async for part in answer.aiter_stream():
-                content.check_size(len(body) + len(part))
+                num_bytes += len(part)
+                content.check_size(num_bytes)
                 count_bytes(len(part))
-                body += part
-        if not body:
+                parts.append(part)
+        if not num_bytes:
             raise UrlContent("the URL's body has 0 bytes")
-        return bytes(body)
+        # CPython's join of many bytes releases the GIL.
+        return await asyncio.to_thread(b"".join, parts)
 
     def _redirected(self, url: CheckedUrl, location: str) -> CheckedUrl:
         """The target of a redirect. Raises UrlRefused."""

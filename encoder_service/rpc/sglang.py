@@ -36,11 +36,12 @@ from starlette.routing import Route
 from encoder_service import errors
 from encoder_service.config import Settings
 from encoder_service.errors import InvalidDigest, InvalidRequest, UnsupportedContent, VisionEncoderError
-from encoder_service.ingest.urls import UrlFetcher
 from encoder_service.ops.logs import REQUEST_ID_KEY, bind_request, request_id_of
 from encoder_service.ops.metrics import Metrics
+from encoder_service.own_thread import on_own_thread
 from encoder_service.pipeline import EncodeResult, Pipeline
 from encoder_service.rpc.convert import MAX_ITEMS_PER_REQUEST
+from encoder_service.rpc.front_door import Backend
 from encoder_service.rpc.gate import CallPermits
 from encoder_service.rpc.item_reader import ItemReader
 from encoder_service.rpc.observed import Call
@@ -75,8 +76,12 @@ AWAIT_S = 60.0
 MAX_RECEIVERS = 1024
 # For rows to leave, and before that for the scheduler's processes to say where to.
 SEND_TIMEOUT_S = 10.0
-# The second also at the stop, while work is still taken.
-REGISTER_EVERY_S, REGISTER_TIMEOUT_S = 10.0, 2.0
+# Interval at which a bootstrap server is looked at.
+WATCH_EVERY_S = 10.0
+# SGLang's default of SGLANG_ENCODER_BOOTSTRAP_EVICTED_TTL, after which it forgets an evicted encoder.
+REGISTER_AGAIN_S = 600.0
+# Also at the stop, while work is still taken.
+BOOTSTRAP_TIMEOUT_S = 2.0
 STOP_POLL_S = 0.05
 STATUSES: dict[type[VisionEncoderError], int] = {
     errors.InvalidInput: 400,
@@ -244,13 +249,13 @@ class SglangServer:
             ]
         )
 
-    async def open(self, _: torch.device) -> None:
-        """Nothing: ``app`` is all that listens."""
+    async def open(self) -> None:
+        """Nothing: the protocol needs no port besides that of ``app``."""
 
-    async def attach(self, pipeline: Pipeline, urls: UrlFetcher | None, _: object) -> None:
-        """Takes work from now on. urls: None where URL items are refused."""
-        self._pipeline = pipeline
-        self._reader = ItemReader(self._admission, pipeline.workers, None, urls)
+    async def attach(self, backend: Backend) -> None:
+        """Takes work from now on."""
+        self._pipeline = backend.pipeline
+        self._reader = ItemReader(self._admission, backend.pipeline.workers, None, backend.urls)
         self._registering = [
             asyncio.get_running_loop().create_task(self._keep_registered(url))
             for url in self._settings.sglang_register
@@ -273,7 +278,7 @@ class SglangServer:
 
     async def stop(self) -> None:
         """Once the HTTP server has stopped."""
-        await asyncio.to_thread(self._sender.close)  # may take LINGER_MS
+        await on_own_thread(self._sender.close)  # may take LINGER_MS
 
     # -- requests --------------------------------------------------------------------------------------
 
@@ -461,24 +466,28 @@ class SglangServer:
     # -- SGLang's list of encoders ---------------------------------------------------------------------
 
     async def _keep_registered(self, bootstrap_url: str) -> None:
-        """Registers again and again: a server that starts anew has an empty list, and SGLang drops an encoder
-        for good whose probes have failed for SGLANG_ENCODER_BOOTSTRAP_EVICTED_TTL. An encoder that is listed
-        stays listed once. Each registration resets SGLang's count of failed probes, so that SGLang removes
-        only an encoder that has stopped registering."""
-        was_registered = None
+        """Registers when the server has become reachable, because one that starts anew has an empty list, and
+        again after REGISTER_AGAIN_S, because SGLang drops an encoder for good whose probes have failed that
+        long. Not more often: a registration resets SGLang's count of failed probes and lists an evicted
+        encoder again, and SGLang must be able to evict an encoder that it cannot reach."""
+        was_registered, registered_s = None, 0.0
         while True:
-            is_registered = await self._call_bootstrap("POST", f"{bootstrap_url}/register_encoder_url")
+            if was_registered and time.monotonic() < registered_s + REGISTER_AGAIN_S:
+                is_registered = await self._call_bootstrap("GET", f"{bootstrap_url}/health")
+            else:
+                is_registered = await self._call_bootstrap("POST", f"{bootstrap_url}/register_encoder_url")
+                registered_s = time.monotonic()
             if is_registered is not was_registered:
                 report = log.info if is_registered else log.warning
                 report("registered at SGLang" if is_registered else "not registered", bootstrap=bootstrap_url)
             was_registered = is_registered
-            await asyncio.sleep(REGISTER_EVERY_S)
+            await asyncio.sleep(WATCH_EVERY_S)
 
     async def _call_bootstrap(self, method: str, url: str) -> bool:
         content = json.dumps({"url": self._settings.sglang_url}).encode()
         unreachable = (TimeoutError, OSError, ValueError, httpcore.NetworkError, httpcore.ProtocolError)
         with contextlib.suppress(*unreachable):
-            async with asyncio.timeout(REGISTER_TIMEOUT_S), httpcore.AsyncConnectionPool() as client:
+            async with asyncio.timeout(BOOTSTRAP_TIMEOUT_S), httpcore.AsyncConnectionPool() as client:
                 answer = await client.request(
                     method, url, headers={"Content-Type": "application/json"}, content=content
                 )

@@ -41,8 +41,10 @@ from encoder_service.json_reader import JsonReader
 from encoder_service.ops.logs import REQUEST_ID_KEY, bind_request, request_id_of
 from encoder_service.ops.metrics import Metrics
 from encoder_service.ops.tokens import NamespaceTokens
+from encoder_service.own_thread import on_own_thread
 from encoder_service.pipeline import EncodeResult, Pipeline
 from encoder_service.rpc import convert, observed
+from encoder_service.rpc.front_door import Backend
 from encoder_service.rpc.gate import CallGate, CallPermits
 from encoder_service.rpc.item_reader import INLINE_BYTES, ItemReader
 from encoder_service.rpc.mooncake import Mooncake
@@ -246,9 +248,10 @@ class TokenSpeedServer:
 
     # -- life ------------------------------------------------------------------------------------------
 
-    async def open(self, device: torch.device) -> None:
-        """Binds the gRPC and the control port. device: of the tower. Raises ConfigurationError."""
-        self._mooncake = await asyncio.to_thread(Mooncake, self._settings, device)
+    async def open(self) -> None:
+        """Binds the gRPC and the control port. Raises ConfigurationError."""
+        device = torch.device(self._settings.device)
+        self._mooncake = await on_own_thread(Mooncake, self._settings, device)
         (self.address,) = self._grpc.bind((self._settings.serve_tokenspeed,))
         host = self.address.rpartition(":")[0]
         bootstrap_port = self._settings.tokenspeed_bootstrap_port
@@ -257,10 +260,10 @@ class TokenSpeedServer:
         )
         self._listening = asyncio.get_running_loop().create_task(self._rooms.listen(puller))
 
-    async def attach(self, pipeline: Pipeline, _: object, segments: PixelSegments | None) -> None:
-        """Takes work from now on. segments: None where pixels in shared memory are refused. Raises
-        CheckpointError."""
+    async def attach(self, backend: Backend) -> None:
+        """Takes work from now on. Raises CheckpointError."""
         assert self._mooncake is not None
+        pipeline, segments = backend.pipeline, backend.segments
         model = model_info(self._settings, pipeline)
         server = self._server_info(segments)
         self._reader = ItemReader(self._admission, pipeline.workers, segments)
@@ -316,7 +319,7 @@ class TokenSpeedServer:
             await asyncio.gather(self._listening, return_exceptions=True)
         if self._mooncake is not None:
             self._mooncake.close()
-        await asyncio.to_thread(self._sender.close)
+        await on_own_thread(self._sender.close)  # may take LINGER_MS
 
     # -- prefill workers -------------------------------------------------------------------------------
 

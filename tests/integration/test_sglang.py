@@ -20,8 +20,10 @@ import pytest
 import torch
 import zmq
 
+from encoder_service.config import parse_settings
 from encoder_service.errors import ConfigurationError, InvalidRequest, PermissionDenied
-from encoder_service.rpc.sglang import AwaitedReceivers
+from encoder_service.ops.metrics import Metrics
+from encoder_service.rpc.sglang import AwaitedReceivers, SglangServer
 from encoder_service.rpc.zmq_push import Receivers
 from lm_adapter import CacheTier, ClipItem, EncodedRows, ImageItem, VisionEncoderClient
 from tests.engines.pictures import clip, data_url
@@ -83,10 +85,15 @@ class Served:
         }
         return self.http.post("/encode", json=body)
 
+    @property
+    def server(self) -> SglangServer:
+        (door,) = self.service.service._doors
+        assert isinstance(door.server, SglangServer)
+        return door.server
+
     def is_free(self) -> bool:
         """Whether the protocol holds no request, no bytes and no receivers."""
-        server = self.service.service._sglang
-        assert server is not None
+        server = self.server
         figures = (server._permits.num_calls, server._admission.num_bytes, len(server._awaited))
         return not any(figures)
 
@@ -479,8 +486,7 @@ def test_every_process_that_names_itself_gets_the_rows(served: Served, is_named_
             name_all()
         pending = pool.submit(served.encode, [data_url(photo())], None, req_id=req_id)
         if not is_named_first:
-            assert served.service.service._sglang is not None
-            wait_until(lambda: served.service.service._sglang._awaited, "the request")  # type: ignore[union-attr]
+            wait_until(lambda: served.server._awaited, "the request")
             name_all()
         assert pending.result(PATIENCE_S).status_code == 200
         assert torch.equal(first.message()[1], second.message()[1])
@@ -535,16 +541,40 @@ def test_a_taken_port_fails_the_start(
         pass
 
 
+def test_the_end_of_the_process_waits_for_no_socket() -> None:
+    """A stop that is cut short while sockets are being closed."""
+    go_on, is_closed = threading.Event(), threading.Event()
+
+    def close() -> None:
+        go_on.wait(PATIENCE_S / 10)
+        is_closed.set()
+
+    async def stop() -> None:
+        settings = parse_settings(model=Path("/m"), serve_sglang="127.0.0.1:0")
+        server = SglangServer(settings, Metrics(), lambda: None)
+        server._sender.close = close  # type: ignore[method-assign]
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(server.stop(), 0.05)
+
+    asyncio.run(stop())
+    assert not is_closed.is_set()
+    go_on.set()
+
+
 def test_the_service_lists_itself_and_leaves_the_list(
     checkpoints: dict[str, Path], device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It registers again and again: tests/sglang/test_bootstrap.py has what for."""
-    monkeypatch.setattr("encoder_service.rpc.sglang.REGISTER_EVERY_S", 0.05)
-    with Files({}) as bootstrap:
+    """A bootstrap server that was away gets it again. One that is there is left to its own probes, of which
+    tests/sglang/test_bootstrap.py has more."""
+    monkeypatch.setattr("encoder_service.rpc.sglang.WATCH_EVERY_S", 0.05)
+    with Files({"/health": b""}) as bootstrap:
         settings = {"sglang_register": (bootstrap.base,), "sglang_url": "http://encoder:31000"}
         with serving(checkpoints["qwen3_vl"], device, **settings):
-            wait_until(lambda: len(bootstrap.bodies) >= 3, "registrations")
-    assert set(bootstrap.asked[:-1]) == {"/register_encoder_url"}
+            wait_until(lambda: bootstrap.asked.count("/health") >= 3, "looks at the server")
+            assert len(bootstrap.bodies) == 1
+            bootstrap.files.clear()
+            wait_until(lambda: len(bootstrap.bodies) >= 2, "another registration")
+    assert set(bootstrap.asked[:-1]) == {"/register_encoder_url", "/health"}
     assert bootstrap.asked[-1] == "/unregister_encoder_url"
     assert all(body == {"url": "http://encoder:31000"} for body in bootstrap.bodies)
 

@@ -2,47 +2,70 @@
 
 from __future__ import annotations
 
-import threading
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 from tests.engines.processes import answers, free_port
-from tests.integration.conftest import running
-from tests.waiting import PATIENCE_S, wait_until
+from tests.integration.conftest import RunningService, running
+from tests.waiting import wait_until
+
+if TYPE_CHECKING:
+    from sglang.srt.disaggregation.encoder.receiver import EncoderBootstrapServer
 
 # Of what SGLang imports.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-def test_an_encoder_that_was_dropped_is_listed_again(
-    checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Once the server has dropped it for good, and after a start of the server that no call has noticed."""
+@contextlib.contextmanager
+def registered(
+    model: Path, address: str, url: str
+) -> Iterator[tuple[RunningService, EncoderBootstrapServer, list[str]]]:
+    """A service at ``address``, a bootstrap server at which it has registered ``url`` once, and the server's
+    list."""
     from sglang.srt.disaggregation.encoder.receiver import EncoderBootstrapServer
 
-    monkeypatch.setattr("encoder_service.rpc.sglang.REGISTER_EVERY_S", 0.1)
-    address = f"127.0.0.1:{free_port()}"
-    port, url = free_port(), f"http://{address}"
-    listed: list[str] = []
-    bootstrap = EncoderBootstrapServer("127.0.0.1", port, listed, 0.1, 0.1, evicted_ttl=0.5)
+    port, listed = free_port(), list[str]()
+    bootstrap = EncoderBootstrapServer("127.0.0.1", port, listed, 0.1, 1.0, evicted_ttl=0.5)
     settings = {"sglang_register": (f"http://127.0.0.1:{port}",), "sglang_url": url, "serve_sglang": address}
     try:
         wait_until(lambda: answers(f"http://127.0.0.1:{port}/health"), "the bootstrap server")
-        with running(checkpoints["qwen3_vl"], torch.device("cpu"), **settings) as service:
-            wait_until(lambda: listed == [url], "the registration")
-
-            stands_still = threading.Event()
-            service.loop.call_soon_threadsafe(stands_still.wait, PATIENCE_S)
-            wait_until(lambda: bootstrap._evicted_urls, "the eviction")
-            wait_until(lambda: not bootstrap._evicted_urls, "the end of the probes")
-            assert listed == []
-            stands_still.set()
-            wait_until(lambda: listed == [url], "the registration after the drop")
-
-            listed.clear()  # as of a server that has just started
-            wait_until(lambda: listed == [url], "the registration at a new server")
+        with running(model, torch.device("cpu"), **settings) as service:
+            wait_until(lambda: listed or bootstrap._evicted_urls, "the registration")
+            yield service, bootstrap, listed
         assert listed == []
     finally:
         bootstrap.close()
+
+
+def test_an_encoder_that_cannot_be_reached_is_evicted(
+    checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By SGLang's probes, between two registrations: the service looks at the server more often than SGLang
+    probes."""
+    monkeypatch.setattr("encoder_service.rpc.sglang.WATCH_EVERY_S", 0.05)
+    url = f"http://127.0.0.1:{free_port()}"
+    with registered(checkpoints["qwen3_vl"], "127.0.0.1:0", url) as (_, bootstrap, listed):
+        wait_until(lambda: bootstrap._evicted_urls, "the eviction")
+        assert listed == []
+
+
+def test_an_encoder_that_was_dropped_for_good_is_listed_again(
+    checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the repeated registration: SGLang probes it no more."""
+    monkeypatch.setattr("encoder_service.rpc.sglang.WATCH_EVERY_S", 0.05)
+    address = f"127.0.0.1:{free_port()}"
+    url = f"http://{address}"
+    with registered(checkpoints["qwen3_vl"], address, url) as (service, bootstrap, listed):
+        service.service._not_ready = "a reason of this test"  # /health answers 503
+        wait_until(lambda: bootstrap._evicted_urls, "the eviction")
+        wait_until(lambda: not bootstrap._evicted_urls, "the end of the probes")
+        assert listed == []
+        service.service._not_ready = None
+        monkeypatch.setattr("encoder_service.rpc.sglang.REGISTER_AGAIN_S", 0.0)
+        wait_until(lambda: listed == [url], "the registration after the drop")

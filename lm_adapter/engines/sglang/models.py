@@ -65,7 +65,7 @@ def _rows_to_host(items: list[Any]) -> None:
         rows = item.precomputed_embeddings
         rows.record_stream(stream)
         item.precomputed_embeddings = rows.to("cpu", non_blocking=True)
-    # Whoever reads them from there waits for it.
+    # SGLang waits for this event before it reads the rows from the host.
     new_event: Any = torch.cuda.Event  # untyped in torch
     mm_schedule.host_offload_event = mm_schedule.host_offload_event or new_event()
     mm_schedule.host_offload_event.record(stream)

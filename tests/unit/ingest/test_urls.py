@@ -10,6 +10,8 @@ import contextlib
 import ipaddress
 import os
 import ssl
+import time
+import timeit
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -404,6 +406,54 @@ async def test_clips_have_a_limit_and_types_of_their_own() -> None:
         await body_of(image(b"<html>", "text/html"), Modality.VIDEO)
     with pytest.raises(UrlContent, match="'video/mp4', not an image"):
         await body_of(image(b"x", "video/mp4"), Modality.IMAGE)
+
+
+async def test_a_clip_has_longer_than_an_image() -> None:
+    async def slow(lines: list[str], writer: asyncio.StreamWriter) -> None:
+        await asyncio.sleep(0.5)
+        await image(b"x" * 10)(lines, writer)
+
+    async with serving(slow) as port, fetching(port, timeout_s=0.1, clip_timeout_s=60.0) as fetcher:
+        url = f"http://images.test:{port}/a"
+        assert await fetcher.fetch(url, Modality.VIDEO) == b"x" * 10
+        with pytest.raises(UrlUnreachable, match=r"within 0\.1 s"):
+            await fetcher.fetch(url)
+    assert (urls.TIMEOUT_S, urls.CLIP_TIMEOUT_S) == (10.0, 60.0)
+
+
+async def test_a_large_clip_does_not_hold_the_loop_up() -> None:
+    """The loop's longest turn takes less than half as long as a copy of the body. Other work on the machine
+    makes turns longer: one fetch of five has to show it."""
+    size, piece = 128 << 20, bytes(1 << 20)
+
+    async def answer(_: list[str], writer: asyncio.StreamWriter) -> None:
+        head = f"HTTP/1.1 200 OK\r\nContent-Type: video/mp4\r\nContent-Length: {size}\r\n\r\n"
+        writer.write(head.encode())
+        for _ in range(size // len(piece)):
+            writer.write(piece)
+            await writer.drain()
+
+    async def measure_turns(found: list[float]) -> None:
+        while True:
+            started_s = time.perf_counter()
+            await asyncio.sleep(0)
+            found.append(time.perf_counter() - started_s)
+
+    async def longest_turn_s(fetcher: UrlFetcher, url: str) -> float:
+        turns_s = list[float]()
+        measuring = asyncio.create_task(measure_turns(turns_s))
+        assert len(await fetcher.fetch(url, Modality.VIDEO)) == size
+        await asyncio.sleep(0)  # the turn that has ended the fetch counts
+        measuring.cancel()
+        return max(turns_s)
+
+    body = bytearray(size)
+    limit_s = min(timeit.repeat(lambda: bytes(body), number=1, repeat=3)) / 2
+    found_s = list[float]()
+    async with serving(answer) as port, fetching(port, max_clip_bytes=size, clip_timeout_s=60.0) as fetcher:
+        while len(found_s) < 5 and min(found_s, default=limit_s) >= limit_s:
+            found_s.append(await longest_turn_s(fetcher, f"http://images.test:{port}/a"))
+    assert min(found_s) < limit_s
 
 
 async def test_hosts_without_a_server_or_an_address_can_be_tried_again() -> None:

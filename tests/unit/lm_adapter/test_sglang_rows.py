@@ -135,18 +135,22 @@ async def test_p17_rows_at_once_have_a_bound_in_bytes(
     """Of 40 requests at once two have room. Rows count until they are handed over."""
     monkeypatch.setattr("lm_adapter.engines.sglang.rows.MAX_ROWS_BYTES", 2 * GEOMETRY.num_bytes(GRID))
     reader = RowReader(Settings(target=fake.target), GEOMETRY)
-    held = most = 0
+    num_entered = 0
+    go_on = asyncio.Event()
 
     async def ask(number: int) -> None:
-        nonlocal held, most
+        nonlocal num_entered
         async with reader.read([image(bytes([number % 8]))], [GRID]):
-            held += 1
-            most = max(most, held)
-            await asyncio.sleep(0)
-            held -= 1
+            num_entered += 1
+            await go_on.wait()
 
-    await asyncio.gather(*map(ask, range(40)))
-    assert most <= 2
+    tasks = [asyncio.create_task(ask(number)) for number in range(40)]
+    await asyncio.to_thread(wait_until, lambda: num_entered + len(reader._limit._waiting) == 40)
+    assert num_entered == 2
+    assert fake.num_calls["Encode"] == 2
+    go_on.set()
+    await asyncio.gather(*tasks)
+    assert num_entered == 40
     reader.close()
 
 
