@@ -64,7 +64,7 @@ ENGINES_PYTEST := OMP_NUM_THREADS=1 $(ENGINES_VENV)/bin/python -m pytest -n 2 --
 test-engines: $(ENGINES_STAMP) ## Run vLLM on the CPU with image rows of Qwen3-VL from the service (seven minutes)
 	$(ENGINES_PYTEST) -m "not extended" tests/engines
 
-test-engines-all: $(ENGINES_STAMP) ## The same with every family, data parallelism, and the bench with servers of its own
+test-engines-all: $(ENGINES_STAMP) ## The same with every family, data parallelism and the bench
 	$(ENGINES_PYTEST) tests/engines
 
 $(SGLANG_STAMP): pyproject.toml deploy/install_sglang.py deploy/install_engines.py deploy/install_torch.py
