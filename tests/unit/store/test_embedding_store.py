@@ -416,10 +416,8 @@ async def test_rows_of_their_own_are_kept_where_there_is_room(store: EmbeddingSt
     held.drop()
 
 
-async def test_a_cancelled_reader_holds_nothing_and_stops_nobody(
-    store: EmbeddingStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    land(store, 1)
+def hold_up_copies(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """The event for which copies wait from now on."""
     go_on, copy_all = threading.Event(), Copier._copy_all
 
     def slow(self: Copier, pairs: Any) -> None:
@@ -427,6 +425,14 @@ async def test_a_cancelled_reader_holds_nothing_and_stops_nobody(
         copy_all(self, pairs)
 
     monkeypatch.setattr(Copier, "_copy_all", slow)
+    return go_on
+
+
+async def test_a_cancelled_reader_holds_nothing_and_stops_nobody(
+    store: EmbeddingStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    land(store, 1)
+    go_on = hold_up_copies(monkeypatch)
     leaving = asyncio.create_task(store.ensure_tier(hold(store, 1), "", "host"))
     staying = asyncio.create_task(store.ensure_tier(hold(store, 1), "", "host"))
     await asyncio.sleep(0)
@@ -492,13 +498,7 @@ async def test_a_reader_that_leaves_does_not_end_its_private_copy(monkeypatch: p
         land(store, name)
     await settle(store)
     blocking = await store.ensure_tier(hold(store, 1), "", "host")
-    go_on, copy_all = threading.Event(), Copier._copy_all
-
-    def slow(self: Copier, pairs: Any) -> None:
-        go_on.wait(5)
-        copy_all(self, pairs)
-
-    monkeypatch.setattr(Copier, "_copy_all", slow)
+    go_on = hold_up_copies(monkeypatch)
     leaving = asyncio.create_task(store.ensure_tier(hold(store, 0), "", "host"))
     for _ in range(3):
         await asyncio.sleep(0)
