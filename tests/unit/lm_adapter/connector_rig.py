@@ -28,7 +28,12 @@ from lm_adapter.items import Grid
 from lm_adapter.keys import content_digest
 from tests.waiting import PATIENCE_S, wait_until
 
-BUSY = SimpleNamespace(total_num_scheduled_tokens=1, scheduled_encoder_inputs={}, free_encoder_mm_hashes=[])
+BUSY = SimpleNamespace(
+    total_num_scheduled_tokens=1,
+    scheduled_encoder_inputs={},
+    free_encoder_mm_hashes=[],
+    num_scheduled_tokens={},
+)
 
 
 class Base:
