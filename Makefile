@@ -33,12 +33,11 @@ help: ## Show this list
 setup: $(STAMP) ## Create .venv with torch and everything the other targets need
 
 # Runs again when the dependencies change. Each step keeps what is already right.
-$(STAMP): pyproject.toml deploy/install_torch.py
+$(STAMP): pyproject.toml deploy/install.py
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; ok = (3, 11) <= v < (3, 14); \
 	    sys.exit(0 if ok else f"{sys.executable} is Python {v[0]}.{v[1]}, needs 3.11 to 3.13: make setup PYTHON=python3.12")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python deploy/install_torch.py --with-torchvision
-	$(BIN)/python -m pip install -qq --disable-pip-version-check -e '.[dev]'
+	$(BIN)/python deploy/install.py
 	@touch $@
 
 # One compute thread for each worker: two workers with two threads each only fight over two cores.
@@ -53,7 +52,7 @@ test-all: $(STAMP) ## Run every test that needs no GPU: also storms, soaks, fuzz
 test-long: $(STAMP) ## Run only the long ones of these
 	$(PYTEST) -m "extended and not gpu and not fleet" $(TESTS)
 
-$(ENGINES_STAMP): pyproject.toml deploy/install_engines.py deploy/install_torch.py
+$(ENGINES_STAMP): pyproject.toml deploy/install_engines.py deploy/install.py
 	@test -x $(ENGINES_VENV)/bin/python || $(PYTHON) -m venv $(ENGINES_VENV)
 	$(ENGINES_VENV)/bin/python deploy/install_engines.py
 	@touch $@
@@ -67,7 +66,7 @@ test-engines: $(ENGINES_STAMP) ## Run vLLM on the CPU with image rows of Qwen3-V
 test-engines-all: $(ENGINES_STAMP) ## The same with every family, data parallelism and the bench
 	$(ENGINES_PYTEST) tests/engines
 
-$(SGLANG_STAMP): pyproject.toml deploy/install_sglang.py deploy/install_engines.py deploy/install_torch.py
+$(SGLANG_STAMP): pyproject.toml deploy/install_sglang.py deploy/install_engines.py deploy/install.py
 	@test -x $(SGLANG_VENV)/bin/python || $(PYTHON) -m venv $(SGLANG_VENV)
 	$(SGLANG_VENV)/bin/python deploy/install_sglang.py
 	@touch $@
@@ -81,7 +80,7 @@ test-sglang: $(SGLANG_STAMP) ## Run SGLang on the CPU with image rows from the s
 test-sglang-all: $(SGLANG_STAMP) ## The same with Kimi-K2.5, rows received by SGLang's scheduler, and the bench
 	$(SGLANG_PYTEST) tests/sglang
 
-$(TOKENSPEED_STAMP): pyproject.toml deploy/install_tokenspeed.py deploy/install_engines.py deploy/install_torch.py
+$(TOKENSPEED_STAMP): pyproject.toml deploy/install_tokenspeed.py deploy/install_engines.py deploy/install.py
 	@test -x $(TOKENSPEED_VENV)/bin/python || $(PYTHON) -m venv $(TOKENSPEED_VENV)
 	$(TOKENSPEED_VENV)/bin/python deploy/install_tokenspeed.py
 	@touch $@

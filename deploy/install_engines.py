@@ -2,7 +2,7 @@
 script.
 
 Owns the recipe of `.venv-engines`, the environment of `make test-engines`: versions that fit each other, and
-an installation order in which pip never replaces the CPU torch. install_torch.py chooses the source of torch.
+an installation order in which the CPU torch is never replaced. install.py chooses the source of torch.
 Standard library and pip only.
 
 Workarounds:
@@ -21,19 +21,16 @@ Workarounds:
 from __future__ import annotations
 
 import importlib.metadata
-import subprocess
-import sys
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 
-from install_torch import candidates, installed_torch, nvidia_gpu_visible, pip_install
+from install import ROOT, candidates, install, installed_torch, nvidia_gpu_visible, tried
 
 TORCH = "2.13.0"
 TORCHVISION = "0.28.0"
 VLLM = "0.32.0"
 LEFT_OUT = ("torch", "torchaudio", "torchvision", "torchcodec", "intel-openmp")
-ROOT = Path(__file__).resolve().parents[1]
 
 FIXES = '''\
 """Workarounds for vLLM's CPU build, applied at import. Written by deploy/install_engines.py."""
@@ -89,7 +86,7 @@ def install_torch_release() -> None:
     if version is None:
         for choice in candidates("Linux", nvidia_gpu_visible()):
             exact = [f"torch=={TORCH}" if "," in part else part for part in choice]
-            if pip_install(exact, show_errors=False):
+            if tried(exact, show_errors=False):
                 break
         else:
             raise SystemExit(f"no source had torch {TORCH}")
@@ -110,13 +107,6 @@ def requirements(distribution: str, left_out: Sequence[str]) -> list[str]:
             requirement.marker = None
             kept.append(str(requirement))
     return kept
-
-
-def install(*arguments: str) -> None:
-    """Runs ``pip install``. Raises SystemExit if it fails."""
-    command = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check", *arguments]
-    if subprocess.run(command, check=False).returncode:
-        raise SystemExit(f"could not install {' '.join(arguments[:6])}")
 
 
 def mend(site: Path) -> None:

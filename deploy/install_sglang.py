@@ -17,7 +17,8 @@ import importlib.metadata
 import sysconfig
 from pathlib import Path
 
-from install_engines import ROOT, TORCHVISION, install, install_torch_release, requirements
+from install import ROOT, install
+from install_engines import TORCHVISION, install_torch_release, requirements
 
 SGLANG = "0.5.23"
 LEFT_OUT = (

@@ -20,7 +20,8 @@ import importlib.metadata
 import sysconfig
 from pathlib import Path
 
-from install_engines import ROOT, install, install_torch_release
+from install import ROOT, install
+from install_engines import install_torch_release
 
 PINNED = ("smg==1.13.0", "tokenspeed==0.1.1", "mooncake-transfer-engine-non-cuda==0.3.13.post1")
 BESIDE = (

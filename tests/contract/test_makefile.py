@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -26,8 +27,8 @@ def dry_run(*arguments: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def install_torch() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("install_torch", ROOT / "deploy" / "install_torch.py")
+def installer() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("install", ROOT / "deploy" / "install.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -64,44 +65,56 @@ def test_ci_calls_the_targets_and_returns_their_failure(tmp_path: Path) -> None:
     assert ended.returncode == 7
 
 
-def test_torch_range_is_the_projects(install_torch: ModuleType) -> None:
+def test_torch_range_is_the_projects(installer: ModuleType) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     (torch,) = (text for text in project["dependencies"] if Requirement(text).name == "torch")
-    assert torch == install_torch.TORCH_RANGE
-    for minor in range(install_torch.MIN_TORCH_MINOR - 1, install_torch.MAX_TORCH_MINOR + 2):
-        is_supported = install_torch.MIN_TORCH_MINOR <= minor <= install_torch.MAX_TORCH_MINOR
+    assert torch == installer.TORCH_RANGE
+    for minor in range(installer.MIN_TORCH_MINOR - 1, installer.MAX_TORCH_MINOR + 2):
+        is_supported = installer.MIN_TORCH_MINOR <= minor <= installer.MAX_TORCH_MINOR
         assert Requirement(torch).specifier.contains(f"2.{minor}.0") is is_supported
-    assert install_torch.torchvision_requirement("2.11.0+cu130") == "torchvision~=0.26.0"
+    assert installer.torchvision_requirement("2.11.0+cu130") == "torchvision~=0.26.0"
     with pytest.raises(SystemExit, match=r"torch 2\.8\.0 is installed, needs >=2\.11,<2\.14"):
-        install_torch.torchvision_requirement("2.8.0")
+        installer.torchvision_requirement("2.8.0")
 
 
-def test_cuda_libraries_come_only_where_there_is_a_gpu(install_torch: ModuleType) -> None:
+def test_cuda_libraries_come_only_where_there_is_a_gpu(installer: ModuleType) -> None:
     """The default index has CUDA builds for Linux: the only source with a GPU, the last without."""
-    default = [install_torch.TORCH_RANGE]
-    assert install_torch.candidates("Linux", gpu_visible=True) == [default]
-    assert install_torch.candidates("Darwin", gpu_visible=False) == [default]
-    first, index, last = install_torch.candidates("Linux", gpu_visible=False)
+    default = [installer.TORCH_RANGE]
+    assert installer.candidates("Linux", gpu_visible=True) == [default]
+    assert installer.candidates("Darwin", gpu_visible=False) == [default]
+    first, index, last = installer.candidates("Linux", gpu_visible=False)
     assert (first, last) == (["torch==2.13.0+cpu"], default)
     assert "https://download.pytorch.org/whl/cpu" in index
 
 
 def test_an_installed_torch_stays_and_sources_are_tried_in_turn(
-    install_torch: ModuleType, monkeypatch: pytest.MonkeyPatch
+    installer: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tried: list[bool] = []
 
-    def fail(arguments: list[str], *, show_errors: bool) -> bool:
+    def fail(arguments: Sequence[str], *, show_errors: bool) -> bool:
         tried.append(show_errors)
         return False
 
-    monkeypatch.setattr(install_torch, "pip_install", fail)
-    monkeypatch.setattr(install_torch, "installed_torch", lambda: "2.11.0+cu130")
-    assert install_torch.ensure_torch() == "2.11.0+cu130"
+    monkeypatch.setattr(installer, "tried", fail)
+    monkeypatch.setattr(installer, "installed_torch", lambda: "2.11.0+cu130")
+    assert installer.ensure_torch() == "2.11.0+cu130"
     assert tried == []
-    monkeypatch.setattr(install_torch, "installed_torch", lambda: None)
-    monkeypatch.setattr(install_torch, "nvidia_gpu_visible", lambda: False)
-    monkeypatch.setattr(install_torch.platform, "system", lambda: "Linux")
+    monkeypatch.setattr(installer, "installed_torch", lambda: None)
+    monkeypatch.setattr(installer, "nvidia_gpu_visible", lambda: False)
+    monkeypatch.setattr(installer.platform, "system", lambda: "Linux")
     with pytest.raises(SystemExit, match="none of 3 sources"):
-        install_torch.ensure_torch()
+        installer.ensure_torch()
     assert tried == [False, False, True]
+
+
+def test_packages_come_from_the_sources_that_pip_is_configured_for(installer: ModuleType) -> None:
+    config = """:env:.find-links='/first /second'
+global.find-links='/other'
+global.index-url='https://mirror.example/simple'
+global.timeout='20'
+"""
+    assert installer.sources(config) == {
+        "UV_FIND_LINKS": "/first,/second",
+        "UV_DEFAULT_INDEX": "https://mirror.example/simple",
+    }
