@@ -5,7 +5,10 @@ Collected only where vLLM is installed: `make test-engines` runs this folder in 
 
 from __future__ import annotations
 
+import fcntl
 import importlib.util
+import json
+import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -76,17 +79,22 @@ def stack(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Stack]:
     """The encoder, and vLLM without a tower, whose weights its checkpoint lacks: vLLM refuses to start where
-    weights of a built module are missing."""
+    weights of a built module are missing. The dummies of its start ask no encoder."""
     folder = tmp_path_factory.mktemp("stack")
     checkpoint = write_checkpoint(folder / "checkpoint", family, with_tower=False)
+    before = encoder.num_asked()
     with Stack(encoder, checkpoint, DTYPES[family], folder) as running:
+        assert encoder.num_asked() == before
+        running.answer(with_pixels(CASES[0], [picture(random.getrandbits(32))]))
+        assert encoder.num_asked() > before
         yield running
 
 
 @pytest.fixture(scope="session")
-def image_sets() -> list[list[bytes]]:
-    """Of which one is taken for each family (offline.py)."""
-    return [[picture(random.getrandbits(32), *size) for size in SIZES] for _ in range(NUM_SETS)]
+def image_sets(testrun_uid: str) -> list[list[bytes]]:
+    """Of which one is taken for each family (offline.py). All workers have the same."""
+    chance = random.Random(testrun_uid)
+    return [[picture(chance.getrandbits(32), *size) for size in SIZES] for _ in range(NUM_SETS)]
 
 
 @pytest.fixture(scope="session")
@@ -95,9 +103,10 @@ def images(image_sets: list[list[bytes]], tower: dict[str, Any]) -> list[bytes]:
 
 
 @pytest.fixture(scope="session")
-def clip_sets() -> list[list[bytes]]:
+def clip_sets(testrun_uid: str) -> list[list[bytes]]:
     """As ``image_sets``."""
-    return [[clip(random.getrandbits(32), *length) for length in CLIP_LENGTHS] for _ in range(NUM_SETS)]
+    chance = random.Random(testrun_uid)
+    return [[clip(chance.getrandbits(32), *length) for length in CLIP_LENGTHS] for _ in range(NUM_SETS)]
 
 
 @pytest.fixture(scope="session")
@@ -111,24 +120,48 @@ def tower(
     checkpoints: dict[str, Path],
     image_sets: list[list[bytes]],
     clip_sets: list[list[bytes]],
+    encoder: Encoder,
+    testrun_uid: str,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> dict[str, Any]:
-    """Answers of a vLLM with its own tower. Clips are beside the first set of images."""
-    answers = run_offline(
-        {
-            "model": str(checkpoints[family]),
-            "dtype": DTYPES[family],
-            "sets": [[with_pixels(case, images) for case in CASES] for images in image_sets],
-            "options": OPTIONS if family != "kimi_k25" else [],
-            "clips": [[with_pixels(case, image_sets[0], clips) for case in CLIP_CASES] for clips in clip_sets]
-            if family != "kimi_k25"
-            else [],
-            "sampling": SAMPLING,
-            # Of Qwen3-VL also in other forms than files: test_every_form_of_media_that_vllm_takes.
-            "inputs": INPUT if family == "qwen3_vl" else "",
-        }
-    )
+    """Answers of a vLLM with its own tower. Clips are beside the first set of images. One worker asks for
+    all."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    file = folder / f"tower-{family}-{testrun_uid}.json"
+    with file.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not file.exists():
+            answers = run_offline(tower_settings(family, checkpoints[family], image_sets, clip_sets, encoder))
+            file.write_text(json.dumps(answers))
+    answers = json.loads(file.read_text())
     print(f"tokens that are sure to be compared, by set of pictures: {answers['decided']}")
     return answers
+
+
+def tower_settings(
+    family: str,
+    checkpoint: Path,
+    image_sets: list[list[bytes]],
+    clip_sets: list[list[bytes]],
+    encoder: Encoder,
+) -> dict[str, Any]:
+    """Of offline.py."""
+    has_clips = family != "kimi_k25"
+    return {
+        "model": str(checkpoint),
+        "dtype": DTYPES[family],
+        "sets": [[with_pixels(case, images) for case in CASES] for images in image_sets],
+        "options": OPTIONS if has_clips else [],
+        "clips": [[with_pixels(case, image_sets[0], clips) for case in CLIP_CASES] for clips in clip_sets]
+        if has_clips
+        else [],
+        "sampling": SAMPLING,
+        # Of Qwen3-VL also in other forms than files: test_every_form_of_media_that_vllm_takes.
+        "encoder": encoder.target if family == "qwen3_vl" else None,
+        "inputs": INPUT,
+    }
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""vLLM in this process: with its own tower, or with rows from an encoder.
+"""vLLM in this process: with its own tower, and where an encoder is given also with its rows.
 
 A script: reads its settings as JSON from standard input, prints the answers as one line of JSON at the end.
 Of several sets of pictures, and of clips, the one is taken that leaves the least to chance: whose answers
@@ -39,9 +39,20 @@ def pillow_image(url: str) -> Any:
 
 def main() -> None:
     settings = json.load(sys.stdin)
+    answers = answers_of(settings, None)
+    if settings["encoder"]:
+        from vllm.distributed import cleanup_dist_env_and_memory
+
+        cleanup_dist_env_and_memory()
+        few = {"sets": [settings["sets"][0][:1]], "clips": [settings["clips"][answers["chosen_clips"]]]}
+        answers["by_encoder"] = answers_of({**settings, **few, "options": []}, settings["encoder"])
+    sys.stdout.write("\n" + json.dumps(answers) + "\n")
+
+
+def answers_of(settings: dict[str, Any], target: str | None) -> dict[str, Any]:
+    """target: of the encoder; None for the model's own tower."""
     from vllm import LLM, SamplingParams
 
-    target = settings.get("encoder")
     transfer = {
         "ec_connector": "VisionEncoderConnector",
         "ec_role": "ec_consumer",
@@ -77,10 +88,10 @@ def main() -> None:
         "others": by_set[chosen - 1],
         "with_options": [
             ask([settings["sets"][chosen][number]], mm_processor_kwargs=options)[0]
-            for number, options in settings.get("options", [])
+            for number, options in settings["options"]
         ],
     }
-    if settings.get("clips"):
+    if settings["clips"]:
         chosen, decided, by_set = best_of(settings["clips"])
         answers |= {
             "chosen_clips": chosen,
@@ -93,11 +104,11 @@ def main() -> None:
         mm_config.media_io_kwargs = {"video": settings["sampling"]}
         answers["sampled_clips"] = ask(settings["clips"][chosen])
         mm_config.media_io_kwargs = {}
-    if settings.get("inputs"):
+    if settings["encoder"]:
         answers["inputs"] = ask_in_other_forms(
             language_model, sampling, settings["inputs"], with_encoder=bool(target)
         )
-    sys.stdout.write("\n" + json.dumps(answers) + "\n")
+    return answers
 
 
 def ask_in_other_forms(

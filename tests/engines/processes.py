@@ -179,6 +179,7 @@ class Encoder(Restartable):
     def __init__(self, checkpoint: Path, dtype: str, folder: Path, *, device: str = "cpu") -> None:
         self.port = free_port()
         self.target = f"127.0.0.1:{self.port}"
+        self._admin = f"127.0.0.1:{free_port()}"
         # A socket's name has a short limit, which pytest's folders exceed.
         self._socket_folder = tempfile.TemporaryDirectory(prefix="ve-eng-")
         self.broker_path = f"{self._socket_folder.name}/broker.sock"
@@ -204,12 +205,20 @@ class Encoder(Restartable):
         self.run(
             [
                 *("-m", "encoder_service", *command[1:], "--device", self._device, "--dtype", self._dtype),
-                *("--admin-listen", "127.0.0.1:0"),
+                *("--admin-listen", self._admin),
             ],
             {"OMP_NUM_THREADS": "1"} if self._device == "cpu" else {},
             self._is_ready,
             "the encoder",
         )
+
+    def num_asked(self) -> int:
+        """Calls since its start that name an image or a clip."""
+        text = httpx.get(f"http://{self._admin}/metrics", timeout=10).text
+        calls = re.findall(
+            r'^ve_requests_total{method="(?:Encode|Prefetch|Fetch)".*} (.*)$', text, re.MULTILINE
+        )
+        return sum(int(float(number)) for number in calls)
 
     def _is_ready(self) -> bool:
         with VisionEncoderClient(self.target) as client:

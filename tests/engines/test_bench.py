@@ -17,7 +17,6 @@ def test_epd_compares_both_servers(tmp_path: Path) -> None:
     check_epd(tmp_path, 2)
 
 
-@pytest.mark.extended
 @pytest.mark.parametrize("family", ["qwen3_vl"], indirect=True, scope="session")
 def test_epd_compares_a_tower_with_a_running_server(family: str, stack: Stack, tmp_path: Path) -> None:
     """Which saves the start of a second vLLM and of an encoder."""

@@ -112,13 +112,37 @@ class TestFaults:
         fake.script.grids[content_digest(data)] = GRID
         refused(ask_clip(stack, data), 502, "states no timestamps")
 
+    def test_p32_a_slow_encoder_delays_its_own_requests_only(self, stack: Stack, fake: FakeEncoder) -> None:
+        """Three images that never come, and one of text meanwhile: the scheduler waits for nothing."""
+        pictures = [new_picture() for _ in range(3)]
+        fake.script.grids |= {digest: GRID for _, digest in pictures}
+        fake.script.faults |= {digest: Fault.HANG for _, digest in pictures}
+        with ThreadPoolExecutor(3) as pool:
+            waiting = [pool.submit(ask, stack, image) for image, _ in pictures]
+            soon = stack.chat(TEXT, max_tokens=4)
+            assert soon.status_code == 200
+            assert not any(future.done() for future in waiting)
+            answers = [future.result() for future in waiting]
+        for answer in answers:
+            refused(answer, 504, "DEADLINE_EXCEEDED")
+        assert soon.elapsed < min(answer.elapsed for answer in answers) / 2
 
-def test_p22_an_encoder_of_another_model_fails_requests_and_no_engine(
-    stack: Stack, encoder: Encoder, meanwhile: TextRequests
-) -> None:
-    """One after the other at one address; at last one whose grid is another one (p11)."""
-    image, digest = new_picture()
-    with in_place_of(encoder, script_for(digest)) as fake:
+    def test_a_client_that_leaves_takes_its_calls_along(
+        self, stack: Stack, fake: FakeEncoder, meanwhile: TextRequests
+    ) -> None:
+        image, digest = new_picture()
+        fake.script.grids[digest] = GRID
+        fake.script.faults[digest] = Fault.HANG
+        num_before = fake.num_cancelled["Fetch"]
+        with pytest.raises(httpx.ReadTimeout):
+            ask(stack, image, timeout_s=1.5)
+        wait_until(lambda: fake.num_cancelled["Fetch"] == num_before + 1, "the end of the call")
+
+    def test_p22_an_encoder_of_another_model_fails_requests_and_no_engine(
+        self, stack: Stack, fake: FakeEncoder, meanwhile: TextRequests
+    ) -> None:
+        """One after the other at one address; at last one whose grid is another one (p11)."""
+        image, digest = new_picture()
         for changes, grid, words in OTHER_MODELS:
             fake.stop()
             fake.script = script_for(digest, grid, **changes)
@@ -146,23 +170,6 @@ def test_p32_an_encoder_that_is_away_fails_in_seconds(
     assert ask_clip(stack, moving).status_code == 200
 
 
-def test_p32_a_slow_encoder_delays_its_own_requests_only(stack: Stack, encoder: Encoder) -> None:
-    """Three images that never come, and one of text meanwhile: the scheduler waits for nothing."""
-    pictures = [new_picture() for _ in range(3)]
-    script = script_for(pictures[0][1])
-    script.grids |= {digest: GRID for _, digest in pictures}
-    script.faults = {digest: Fault.HANG for _, digest in pictures}
-    with in_place_of(encoder, script), ThreadPoolExecutor(3) as pool:
-        waiting = [pool.submit(ask, stack, image) for image, _ in pictures]
-        soon = stack.chat(TEXT, max_tokens=4)
-        assert soon.status_code == 200
-        assert not any(future.done() for future in waiting)
-        answers = [future.result() for future in waiting]
-    for answer in answers:
-        refused(answer, 504, "DEADLINE_EXCEEDED")
-    assert soon.elapsed < min(answer.elapsed for answer in answers) / 2
-
-
 def test_p32_rows_that_an_encoders_restart_lost_are_encoded_again(
     stack: Stack, encoder: Encoder, meanwhile: TextRequests
 ) -> None:
@@ -174,22 +181,6 @@ def test_p32_rows_that_an_encoders_restart_lost_are_encoded_again(
     encoder.start()
     again = [of_response(response.json()) for response in (ask(stack, image), ask_clip(stack, moving))]
     assert [answer["tokens"] for answer in again] == [answer["tokens"] for answer in first]
-
-
-def test_p32_requests_of_an_encoder_killed_during_encodes_succeed_or_name_the_reason(
-    stack: Stack, encoder: Encoder, meanwhile: TextRequests
-) -> None:
-    """They succeed where it is back within ``retry_s``."""
-    with ThreadPoolExecutor(8) as pool:
-        asked = [pool.submit(ask, stack, new_picture()[0]) for _ in range(8)]
-        next(as_completed(asked))
-        encoder.kill()
-        encoder.start()
-        answers = [future.result() for future in asked]
-    for answer in answers:
-        if answer.status_code != 200:
-            refused(answer, 503, "UNAVAILABLE")
-    assert ask(stack, new_picture()[0]).status_code == 200
 
 
 def test_p32_p43_an_encoder_that_stands_still_holds_requests_for_timeout_s(
@@ -218,10 +209,11 @@ def wait_for_transport(stack: Stack, name: str) -> None:
     raise AssertionError(f"rows do not come by {name}")
 
 
-def test_p21_a_broker_killed_under_load_and_one_that_does_not_come_back(
+def test_p21_p32_an_encoder_killed_under_load_and_a_broker_that_does_not_come_back(
     stack: Stack, encoder: Encoder, meanwhile: TextRequests
 ) -> None:
-    """Rows come through shared memory, until the process behind it is killed; then inline."""
+    """Rows come through shared memory, until the process behind it is killed during encodes and copies; then
+    inline. Requests succeed where it is back within ``retry_s``."""
     wait_for_transport(stack, "host")
     images = [new_picture()[0] for _ in range(24)]
     with ThreadPoolExecutor(8) as pool:
@@ -230,9 +222,11 @@ def test_p21_a_broker_killed_under_load_and_one_that_does_not_come_back(
             assert answered.result().status_code == 200
         encoder.kill()
         encoder.start(with_broker=False)
-        statuses = [future.result().status_code for future in asked]
-    assert set(statuses) <= {200, 502, 503, 504}
-    assert statuses.count(200) >= 3
+        answers = [future.result() for future in asked]
+    for answer in answers:
+        if answer.status_code != 200:
+            refused(answer, 503, "UNAVAILABLE")
+    assert [answer.status_code for answer in answers].count(200) >= 3
     assert ask(stack, new_picture()[0]).status_code == 200
     wait_for_transport(stack, "inline")
     encoder.stop()
@@ -282,18 +276,6 @@ def test_p33_rows_from_anywhere_else_are_refused(stack: Stack, meanwhile: TextRe
     ):
         parts = [part, {"type": "text", "text": "What is it?"}]
         refused(stack.chat([{"role": "user", "content": parts}]), 400, words)
-
-
-def test_a_client_that_leaves_takes_its_calls_along(
-    stack: Stack, encoder: Encoder, meanwhile: TextRequests
-) -> None:
-    image, digest = new_picture()
-    script = script_for(digest)
-    script.faults[digest] = Fault.HANG
-    with in_place_of(encoder, script) as fake:
-        with pytest.raises(httpx.ReadTimeout):
-            ask(stack, image, timeout_s=1.5)
-        wait_until(lambda: fake.num_cancelled["Fetch"] == 1, "the end of the call")
 
 
 def cached_tokens(stack: Stack) -> int:
