@@ -38,7 +38,7 @@ from encoder_service.errors import (
 )
 from encoder_service.inflight import InFlightEncode, InFlightEncodes
 from encoder_service.ingest import identity
-from encoder_service.ingest.pinned import pinned
+from encoder_service.ingest.pinned import host_rows, pinned
 from encoder_service.ingest.preprocessor import Preprocessor
 from encoder_service.load import DeviceLoad
 from encoder_service.ops import traces
@@ -330,9 +330,8 @@ class Pipeline:
             with OutputReservation(self.store, self._engine, encode.namespace, expected) as output:
                 rows = output.rows
                 if rows is None:
-                    rows = torch.empty(
-                        expected.rows.shape, dtype=self._dtype, pin_memory=self._device.type == "cuda"
-                    )
+                    shape = expected.rows.shape
+                    rows = await self._on_worker(host_rows, shape, self._device, self._dtype)
                 await self._clips.encode(encode, clip, output, rows)
                 return await self._store(encode, output, replace(expected, rows=rows))
         finally:

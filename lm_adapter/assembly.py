@@ -240,12 +240,7 @@ class Assembler:
         try:
             self._arriving[position] = _ChunkedRows(result, header)
         except MemoryError as error:
-            raise ItemFailed(
-                f"this process has no memory for {header.rows_bytes} bytes of rows",
-                reason="OUT_OF_MEMORY",
-                status=_RESOURCE_EXHAUSTED,
-                details={"needed": header.rows_bytes},
-            ) from error
+            raise out_of_memory(header.rows_bytes) from error
         return None
 
     def _on_chunk(self, chunk: RowsChunk) -> EncodedRows | None:
@@ -257,6 +252,15 @@ class Assembler:
         if not arriving.write(chunk):
             return None
         return _encoded_rows(arriving.result, arriving.header, arriving.payload)
+
+
+def out_of_memory(num_bytes: int) -> ItemFailed:
+    return ItemFailed(
+        f"this process has no memory for {num_bytes} bytes of rows",
+        reason="OUT_OF_MEMORY",
+        status=_RESOURCE_EXHAUSTED,
+        details={"needed": num_bytes},
+    )
 
 
 def _read_event(message: bytes) -> RowsChunk | pb.ItemEvent:

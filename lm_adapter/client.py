@@ -11,6 +11,8 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
+import logging
+import math
 import os
 import random
 import time
@@ -23,7 +25,7 @@ import grpc.aio
 from google.protobuf.message import DecodeError, Message
 
 from lm_adapter import convert
-from lm_adapter.assembly import DEFAULT_MAX_ROWS_BYTES, Assembler, PlacedRows, prepare_items
+from lm_adapter.assembly import DEFAULT_MAX_ROWS_BYTES, Assembler, PlacedRows, out_of_memory, prepare_items
 from lm_adapter.channel import FLEET_OPTIONS, Channel, ClientTls, FilePath, Metadata
 from lm_adapter.checks import RowsHeader, check_header, check_keys, check_models
 from lm_adapter.errors import (
@@ -36,8 +38,10 @@ from lm_adapter.errors import (
     InvalidRequest,
     InvalidRows,
     ItemFailed,
+    MappingFailed,
     ProtocolMismatch,
     StreamViolation,
+    TransportUnavailable,
     TruncatedStream,
     from_rpc_error,
 )
@@ -85,6 +89,8 @@ INSTANCE_KEY = "x-instance-id"
 """Trailing metadata: the ``instance_id`` of the server that answered."""
 _UNAVAILABLE, _RESOURCE_EXHAUSTED = 14, 8
 _SERVICE = pb.DESCRIPTOR.services_by_name["VisionEncoder"].full_name
+
+_log = logging.getLogger(__name__)
 
 ResponseT = TypeVar("ResponseT", bound=Message)
 ResultT = TypeVar("ResultT")
@@ -238,9 +244,10 @@ class AsyncVisionEncoderClient:
         self._shared.note_device()
         deadline = self._deadline(timeout_s)
         await self._known_info(deadline)
-        transport = await asyncio.to_thread(self._shared.wait, deadline.left_s)
-        self._check_open("wait_transport")
-        return transport
+        while not self._shared.has_tried and deadline.left_s > 0:
+            await asyncio.sleep(min(READY_POLL_S, deadline.left_s))
+            self._check_open("wait_transport")
+        return self._shared.transport
 
     async def encode(
         self, items: Sequence[Item], *, timeout_s: float | None = None, stream: Any = None
@@ -522,9 +529,12 @@ class AsyncVisionEncoderClient:
             return None
         if record.rows_bytes > self._max_rows_bytes:
             return None
-        payload = arena.read(
-            record.slot_index, record.generation, record.offset_bytes, record.rows_bytes, stream=stream
-        )
+        try:
+            payload = arena.read(
+                record.slot_index, record.generation, record.offset_bytes, record.rows_bytes, stream=stream
+            )
+        except (MemoryError, MappingFailed):
+            return None  # the request that follows says so
         self._reports.note(record.key, record.generation, is_lost=payload is None)
         if payload is None:
             return None
@@ -542,11 +552,14 @@ class AsyncVisionEncoderClient:
         self._shared.note_device()
         stream = stream or current_stream()
         info = await self._known_info(deadline)
-        if self._shared.needs_wait:
-            try:
-                await asyncio.to_thread(self._shared.require, deadline.left_s)
-            finally:
-                self._check_open("attaching to shared memory")
+        while self._shared.needs_wait:
+            if self._shared.is_refused or not deadline.left_s:
+                reason = self._shared.transport.reason
+                raise TransportUnavailable(f"rows cannot come by shared memory: {reason}")
+            await asyncio.sleep(min(READY_POLL_S, deadline.left_s))
+            # Only this tells that the encoder was replaced, or is away.
+            info = await self._known_info(deadline, MIN_INFO_AGE_S)
+            self._check_open("attaching to shared memory")
         return RowsCall(info, info.models, self._shared.current, stream, deadline, num_items)
 
     async def _run(self, method: str, call: RowsCall, entries: Mapping[int, pb.Item | bytes]) -> None:
@@ -645,13 +658,17 @@ class AsyncVisionEncoderClient:
         finally:
             rpc.cancel()
 
-    async def _read_placed(
-        self, shared: AttachedMemory, placed: PlacedRows, stream: Any
-    ) -> EncodedRows | None:
-        """None for lost rows."""
+    async def _read_placed(self, shared: AttachedMemory, placed: PlacedRows, stream: Any) -> Outcome | None:
+        """None for rows that were lost or that the driver does not copy: they come inline."""
         place, num_bytes = placed.place, placed.header.rows_bytes
         read = functools.partial(shared.read_place, place, num_bytes, stream=stream)
-        payload = await _copied(shared, num_bytes, read)
+        try:
+            payload = await _copied(shared, num_bytes, read)
+        except MemoryError:
+            return out_of_memory(num_bytes)
+        except MappingFailed as error:
+            _log.warning("rows were not copied: %s", error.message)
+            return None
         if payload is None:
             return None  # the request that follows reports the loss
         self._reports.note(placed.result.key, place.generation, is_lost=False)
@@ -667,12 +684,12 @@ class AsyncVisionEncoderClient:
     def _deadline(self, timeout_s: float | None) -> Deadline:
         return Deadline(self._timeout_s if timeout_s is None else timeout_s)
 
-    async def _known_info(self, deadline: Deadline) -> ServerInfo:
-        """The server's information, asked for if it is not known. Raises CallFailed."""
+    async def _known_info(self, deadline: Deadline, max_age_s: float = math.inf) -> ServerInfo:
+        """The server's information, asked for if it is not known or too old. Raises CallFailed."""
         self._check_open("GetServerInfo")
         known = self._info
-        is_old = self._is_fleet and time.monotonic() > self._info_time_s + FLEET_INFO_S
-        if known is not None and not is_old:
+        oldest_s = time.monotonic() - (FLEET_INFO_S if self._is_fleet else max_age_s)
+        if known is not None and self._info_time_s >= oldest_s:
             return known
         try:
             async with asyncio.timeout(deadline.left_s), self._info_lock:
@@ -680,7 +697,7 @@ class AsyncVisionEncoderClient:
                     return self._info
                 return await self._ask_info(deadline)
         except EncoderUnavailable:
-            if known is None:
+            if known is None or not self._is_fleet:
                 raise
             return known
         except TimeoutError as error:

@@ -1,4 +1,4 @@
-"""Pixels in pinned host memory, from which a GPU copies asynchronously.
+"""Pixels, and rows without a slot, in pinned host memory, which a GPU copies asynchronously.
 
 Owns the last step of ingest on a worker thread. Torch's caching allocator provides the memory. It rounds
 blocks up to powers of two and keeps them for later items. Admission limits how much is pinned at a time.
@@ -33,3 +33,12 @@ def pinned(item: ItemT, device: torch.device, dtype: torch.dtype) -> ItemT:
         given = item.pixel_values
         patches = torch.empty(given.shape, dtype=dtype, pin_memory=True)
         return replace(item, pixel_values=patches.copy_(given))
+
+
+def host_rows(shape: torch.Size, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """Memory for rows that have no slot, pinned if the tower is on a GPU. Pinning a gigabyte takes a
+    second."""
+    if device.type != "cuda":
+        return torch.empty(shape, dtype=dtype)
+    with torch.cuda.device(device):
+        return torch.empty(shape, dtype=dtype, pin_memory=True)

@@ -78,10 +78,7 @@ class PixelSegments:
     def check(self, wanted: SegmentTensor) -> None:
         """Checks what can be checked without the file. Raises PixelTensorMismatch."""
         shape = wanted.shape
-        if not 1 <= len(shape) <= MAX_RANK:
-            raise PixelTensorMismatch(
-                f"pixel tensor has {len(shape)} dimensions, 1 to {MAX_RANK} are accepted", found=len(shape)
-            )
+        check_rank(len(shape))
         if not 0 < wanted.num_bytes <= self.max_tensor_bytes:
             raise PixelTensorMismatch(
                 f"pixel tensor of shape {shape} has {wanted.num_bytes} bytes, 1 to {self.max_tensor_bytes} "
@@ -153,3 +150,12 @@ class PixelSegments:
     def _refused(self, cause: str, message: str) -> TransportUnavailable:
         self.outcomes[cause] += 1
         return TransportUnavailable(f"{message}; send the pixels inline", pixels=cause)
+
+
+def check_rank(num_dimensions: int) -> None:
+    """Raises PixelTensorMismatch."""
+    if not 1 <= num_dimensions <= MAX_RANK:
+        raise PixelTensorMismatch(
+            f"pixel tensor has {num_dimensions} dimensions, 1 to {MAX_RANK} are accepted",
+            found=num_dimensions,
+        )

@@ -20,7 +20,7 @@ from encoder_service.errors import (
     UnsupportedContent,
 )
 from encoder_service.ingest.identity import check_digest
-from encoder_service.ingest.pixel_segments import SegmentTensor
+from encoder_service.ingest.pixel_segments import SegmentTensor, check_rank
 from encoder_service.pipeline import EncodeResult
 from encoder_service.store.arena import TierName
 from encoder_service.store.embedding_store import Place
@@ -130,12 +130,11 @@ def content_from_proto(
 
 
 def segment_from_proto(message: pb.Item) -> SegmentTensor | None:
-    """The tensor in shared memory that an item names; None for other content. Raises PixelTensorMismatch for
-    an unknown dtype."""
+    """The tensor in shared memory that an item names; None for other content. Raises PixelTensorMismatch."""
     if message.WhichOneof("content") != "pixels" or message.pixels.WhichOneof("source") != "shm":
         return None
     shm = message.pixels.shm
-    return SegmentTensor(shm.name, pixel_dtype(shm.dtype), tuple(shm.shape), shm.offset_bytes)
+    return SegmentTensor(shm.name, pixel_dtype(shm.dtype), shape_of(shm), shm.offset_bytes)
 
 
 def pixel_dtype(number: int) -> torch.dtype:
@@ -166,18 +165,30 @@ def frames_from_proto(message: pb.FrameArray) -> FrameArray:
     """Frames that do not share the message's memory. Raises PixelTensorMismatch, InvalidRequest."""
     if not message.HasField("inline"):
         raise InvalidRequest("the frames have no content: set inline")
+    frames_THWC = inline_tensor(message.inline)
+    if len(message.timestamps_s) > len(frames_THWC):
+        raise InvalidRequest(
+            f"there are {len(message.timestamps_s)} timestamps for {len(frames_THWC)} frames, needed is one "
+            "for each"
+        )
     timestamps_s = tuple(message.timestamps_s) or None
     if timestamps_s is not None and message.fps:
         raise InvalidRequest(
             f"frames have {message.fps} fps and {len(timestamps_s)} timestamps, needed is one of the two"
         )
-    return FrameArray(inline_tensor(message.inline), message.fps or None, timestamps_s)
+    return FrameArray(frames_THWC, message.fps or None, timestamps_s)
 
 
 def inline_tensor(tensor: pb.InlineTensor) -> torch.Tensor:
     """A copy of an inline tensor. Raises PixelTensorMismatch."""
     # ``data`` is read once, because every access copies.
-    return tensor_of(tensor.data, pixel_dtype(tensor.dtype), tuple(tensor.shape))
+    return tensor_of(tensor.data, pixel_dtype(tensor.dtype), shape_of(tensor))
+
+
+def shape_of(tensor: pb.InlineTensor | pb.ShmTensor) -> tuple[int, ...]:
+    """Raises PixelTensorMismatch: the product of thousands of dimensions takes minutes."""
+    check_rank(len(tensor.shape))
+    return tuple(tensor.shape)
 
 
 def tensor_of(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:

@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any, TypeVar
 
 import grpc
@@ -30,6 +31,8 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 # Limit of the time from a call's start to the arrival of its message.
 RECEIVE_S = 30.0
+# Of a message: each item is one. Parsed, an empty item of two bytes takes sixty.
+MAX_FIELDS = 4096
 
 
 class CallPermits:
@@ -110,10 +113,50 @@ class CallGate:
 
 
 def parsed(data: bytes, request_type: type[Request]) -> Request:
-    """Parses a message. Raises InvalidRequest."""
+    """Parses a message of at most MAX_FIELDS fields. Raises InvalidRequest."""
     try:
+        num_fields = sum(1 for _ in islice(fields(data), MAX_FIELDS + 1))
+        if num_fields > MAX_FIELDS:
+            raise InvalidRequest(
+                f"the message has {num_fields} or more fields, at most {MAX_FIELDS} are read"
+            )
         return request_type.FromString(data)
-    except DecodeError:
+    except (DecodeError, IndexError):
         raise InvalidRequest(
             f"{len(data)} bytes are no {request_type.DESCRIPTOR.full_name}", found_bytes=len(data)
         ) from None
+
+
+def fields(data: bytes) -> Iterator[int]:
+    """The tag of each field of a message, without those of messages inside it. Raises IndexError where the
+    message is cut, DecodeError for a field of an unknown kind."""
+    position = 0
+
+    def varint() -> int:
+        nonlocal position
+        value = shift = 0
+        while True:
+            byte = data[position]
+            position += 1
+            value |= (byte & 0x7F) << shift
+            if byte < 0x80:
+                return value
+            shift += 7
+            if shift > 63:
+                raise DecodeError("a number has more than ten bytes")
+
+    while position < len(data):
+        tag = varint()
+        match tag & 7:
+            case 0:
+                varint()
+            case 1:
+                position += 8
+            case 2:
+                length = varint()
+                position += length
+            case 5:
+                position += 4
+            case kind:
+                raise DecodeError(f"a field has kind {kind}")
+        yield tag

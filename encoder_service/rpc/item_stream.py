@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import grpc
 import torch
 
+from encoder_service.errors import DeadlineExceeded
 from encoder_service.pipeline import EncodeResult, Pipeline
 from encoder_service.rpc import convert
 from encoder_service.rpc.delivery import Delivery, Wanted
@@ -28,6 +29,8 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 # A call with this many unread bytes starts no further item until its caller has read some of them.
 MAX_BYTES_PER_CALL = 64 << 20
+# Longest time that a caller may leave a message of a megabyte unread.
+UNREAD_S = 30.0
 
 
 class OutboundBudget:
@@ -87,7 +90,8 @@ class ItemStream:
     ) -> None:
         """Runs ``encode`` for all requests concurrently and writes each outcome when it is ready. While the
         caller leaves much unread, items that have not begun wait. If cancelled, cancels the items. Raises
-        CancelledError when a write fails: the caller has left, but gRPC has not cancelled this task yet."""
+        CancelledError when a write fails: the caller has left, but gRPC has not cancelled this task yet;
+        DeadlineExceeded when the caller stops reading; the failure of a routed call."""
         self._num_items = len(requests)
         try:
             async with asyncio.TaskGroup() as group:
@@ -96,9 +100,7 @@ class ItemStream:
         except ExceptionGroup as failed:
             if failed.subgroup(grpc.aio.BaseError):
                 raise asyncio.CancelledError from None
-            if len(requests) == 1:  # see ``Call.as_call_failure``
-                raise failed.exceptions[0] from None
-            raise
+            raise failed.exceptions[0] from None
 
     async def _run_item(
         self, index: int, encode: Callable[[Request], Awaitable[EncodeResult]], request: Request
@@ -117,7 +119,7 @@ class ItemStream:
             failure = failure_of(error)
             self._call.item_failed(self._pipeline.metrics, failure, index)
             async with self._writing:
-                await self._context.write(pb.ItemEvent(item_index=index, failure=failure))
+                await self._send(pb.ItemEvent(item_index=index, failure=failure))
             return
         self._budget.add(delivered)
         try:
@@ -130,8 +132,17 @@ class ItemStream:
 
     async def _write(self, index: int, delivered: EncodeResult, place: Place | None) -> None:
         delivery_ms = (self._pipeline.clock() - delivered.ready_s) * 1e3
-        await self._context.write(convert.result_event(index, delivered, place, delivery_ms))
+        await self._send(convert.result_event(index, delivered, place, delivery_ms))
         if place is None:
             rows: torch.Tensor = delivered.encoded.rows
             for chunk in convert.chunk_events(index, rows):
-                await self._context.write(chunk)
+                await self._send(chunk)
+
+    async def _send(self, message: object) -> None:
+        """Raises DeadlineExceeded when the caller takes no message for UNREAD_S: its rows count against the
+        limit of all callers."""
+        try:
+            async with asyncio.timeout(UNREAD_S):
+                await self._context.write(message)
+        except TimeoutError:
+            raise DeadlineExceeded(f"the caller has read nothing for {UNREAD_S} s") from None

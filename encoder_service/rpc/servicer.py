@@ -32,8 +32,6 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 MAX_NAMESPACE_BYTES = 256
 MAX_MODEL_NAME_BYTES = 256
-# Rows in one Touch. Clients send 256.
-MAX_TOUCHED_ROWS = 65_536
 
 
 class VisionEncoderServicer:
@@ -118,10 +116,6 @@ class VisionEncoderServicer:
             permit.release()
 
     async def touch(self, request: pb.TouchRequest, _: Context) -> pb.TouchResponse:
-        if len(request.rows) > MAX_TOUCHED_ROWS:
-            raise InvalidRequest(
-                f"the call has {len(request.rows)} rows, at most {MAX_TOUCHED_ROWS} are read"
-            )
         check_namespace(request.namespace)
         for row in request.rows:
             self._pipeline.store.touch(request.namespace, row.key, row.generation)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from lm_adapter.errors import BrokerError, EncoderError, InvalidRequest, MappingFailed, TransportUnavailable
+from lm_adapter.errors import BrokerError, EncoderError, InvalidRequest, MappingFailed
 from lm_adapter.shm import mapping
 from lm_adapter.shm.broker import BrokerConnection
 from lm_adapter.shm.reader import MappedArena
@@ -157,33 +157,20 @@ class SharedMemory:
                 if connection is not None and self.transport.name != "device":
                     connection.close()  # attach again, this time to device memory
 
-    def wait(self, timeout_s: float) -> Transport:
-        """Waits until the first attempt to attach has ended, at most ``timeout_s``."""
-        with self._changed:
-            self._changed.wait_for(
-                lambda: self._current is not None or self._num_attempts or self._has_ended, timeout_s
-            )
-            return self.transport
-
-    def require(self, timeout_s: float) -> None:
-        """Waits for an attachment if inline is excluded. Raises TransportUnavailable if there is none."""
-        with self._changed:
-            self._changed.wait_for(
-                lambda: not self.needs_wait or self._is_final or self._has_ended, timeout_s
-            )
-        if self.needs_wait:
-            raise TransportUnavailable(
-                f"rows cannot come by {' or '.join(self._names)}: {self.transport.reason}"
-            )
-
     @property
     def needs_wait(self) -> bool:
+        """Whether no memory is attached and inline is excluded."""
         return not self._allows_inline and self.current is None
 
     @property
-    def _has_ended(self) -> bool:
-        """Whether there will be no further attempt to attach."""
-        return self._is_closed or self._thread is None
+    def has_tried(self) -> bool:
+        """Whether an attempt to attach has ended, or there will be none."""
+        return bool(self._num_attempts) or self._thread is None
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether no further attempt is made before the server or the device changes."""
+        return self._is_final or self._thread is None
 
     def close(self) -> None:
         """Detaches and unmaps. Can be repeated."""

@@ -44,7 +44,7 @@ class DeviceMemory:
 
     def copy(self, offset_bytes: int, num_bytes: int, stream: Any = None) -> torch.Tensor:
         """A private copy, uint8 [num_bytes] on ``device``, complete on return. Does not wait for other
-        streams.
+        streams. Raises MemoryError, MappingFailed.
 
         stream: the stream on which the caller uses the rows, by default the current one. The copy is
         allocated from the pool of this module's stream; ``record_stream`` keeps the allocator from reusing
@@ -54,8 +54,11 @@ class DeviceMemory:
         if stream is None or stream.device != self.device:
             stream = cuda.current_stream(self.device)
         with relaxed_capture():
-            with cuda.stream(self._stream):
-                out = self._torch.empty(num_bytes, dtype=self._torch.uint8, device=self.device)
+            try:
+                with cuda.stream(self._stream):
+                    out = self._torch.empty(num_bytes, dtype=self._torch.uint8, device=self.device)
+            except self._torch.OutOfMemoryError as error:
+                raise MemoryError(str(error)) from error
             event = cuda.Event()
             try:
                 with self._context():

@@ -142,8 +142,8 @@ def test_whole_calls_that_cannot_be_read(service: RunningService) -> None:
         with pytest.raises(grpc.RpcError) as caught:
             stub.Lookup(pb.LookupRequest(keys=[b"short"]), timeout=30)
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-        with pytest.raises(grpc.RpcError, match="has 65537 rows") as caught:
-            stub.Touch(pb.TouchRequest(rows=[pb.TouchedRows()] * 65537), timeout=30)
+        with pytest.raises(grpc.RpcError, match="has 4097 or more fields, at most 4096") as caught:
+            stub.Touch(pb.TouchRequest(rows=[pb.TouchedRows()] * 100_000), timeout=30)
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert list(stub.Encode(pb.EncodeRequest(items=[good]), timeout=30))
 
@@ -151,9 +151,18 @@ def test_whole_calls_that_cannot_be_read(service: RunningService) -> None:
 def test_p33_bytes_that_are_no_message(service: RunningService) -> None:
     with grpc.insecure_channel(service.target) as channel:
         encode = channel.unary_stream("/vision_encoder.v1.VisionEncoder/Encode")
-        for garbage in (b"\xff" * 100, b"\x0a\xff\xff\xff\xff\x0f", bytes(range(256))):
-            with pytest.raises(grpc.RpcError):
+        for garbage in (
+            b"\xff" * (1 << 20),
+            b"\x0a\xff\xff\xff\xff\x0f",
+            bytes(range(256)),
+            b"\x0a",
+            b"\x08",
+        ):
+            with pytest.raises(grpc.RpcError, match="are no vision_encoder"):
                 list(encode(garbage, timeout=30))
+        # Empty items: thirty times as large once they are parsed.
+        with pytest.raises(grpc.RpcError, match="at most 4096 are read"):
+            list(encode(b"\x0a\x00" * (1 << 20), timeout=30))
         good = pb.EncodeRequest(items=[pb.Item(modality=pb.MODALITY_IMAGE, encoded=photo())])
         assert list(encode(good.SerializeToString(), timeout=30))
 

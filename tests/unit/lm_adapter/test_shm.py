@@ -17,10 +17,13 @@ import pytest
 from lm_adapter import (
     AsyncVisionEncoderClient,
     CacheTier,
+    CallCancelled,
     DigestItem,
+    EncoderUnavailable,
     ImageItem,
     InvalidRequest,
     InvalidRows,
+    ItemFailed,
     TransportUnavailable,
     VisionEncoderClient,
 )
@@ -396,6 +399,90 @@ def test_without_inline_a_client_without_memory_says_why(encoder: Encoder, open_
     encoder.broker.refusal = None
     assert_rows_of(open_client(transports=("host",)).call("encode_one", image(0)), digest_of(0))
     assert encoder.requests("Encode")[-1].delivery == pb.DELIVERY_HOST
+
+
+def test_without_inline_the_encoder_that_took_anothers_place_is_found(
+    encoder: Encoder, open_client: Open
+) -> None:
+    client = open_client(transports=("host",))
+    client.call("encode_one", image(0))
+    encoder.fake.stop()
+    encoder.broker.instance_id = "of the next one"
+    encoder.broker.drop()
+    wait_until(lambda: client.client.transport.name == "inline")
+    started_s = time.monotonic()
+    with pytest.raises(EncoderUnavailable):
+        client.call("encode_one", image(1))
+    assert time.monotonic() - started_s < 5
+    encoder.fake.start()
+    encoder.broker.instance_id = encoder.fake.instance_id
+    client.call("wait_ready", 10.0)
+    assert_rows_of(client.call("encode_one", image(1)), digest_of(1))
+    assert encoder.requests("Encode")[-1].delivery == pb.DELIVERY_HOST
+
+
+def test_calls_that_wait_for_memory_end_in_time_and_with_the_client(encoder: Encoder) -> None:
+    """More of them than there are threads to wait on."""
+    encoder.broker.refusal = broker_pb2.BrokerRefused(reason="BUSY", message="not now", retryable=True)
+
+    async def scenario() -> None:
+        client = AsyncVisionEncoderClient(encoder.fake.target, transports=("host",), timeout_s=20.0)
+        started_s = time.monotonic()
+        late = await asyncio.gather(
+            *(client.encode([image(0)], timeout_s=0.5) for _ in range(50)), return_exceptions=True
+        )
+        assert {type(error) for error in late} == {TransportUnavailable}
+        assert time.monotonic() - started_s < 5
+        waiting = [asyncio.ensure_future(client.encode([image(0)])) for _ in range(50)]
+        await asyncio.sleep(0.2)
+        await client.close()
+        ended = await asyncio.gather(*waiting, return_exceptions=True)
+        assert {type(error) for error in ended} == {CallCancelled}
+        assert time.monotonic() - started_s < 10
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("way", ["place", "directory"])
+def test_rows_that_this_process_has_no_memory_for_fail_alone(
+    encoder: Encoder, open_client: Open, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    client = attached(open_client)
+    if way == "directory":
+        client.call("encode", [image(0), image(1)])
+    copy, offsets = mapping.HostMemory.copy, list[int]()
+
+    def scarce(memory: Any, offset_bytes: int, *arguments: Any) -> Any:
+        """There is no memory for the rows that are read first."""
+        offsets.append(offset_bytes)
+        if offset_bytes == offsets[0]:
+            raise MemoryError
+        return copy(memory, offset_bytes, *arguments)
+
+    monkeypatch.setattr(mapping.HostMemory, "copy", scarce)
+    encoder.places = way == "place"
+    first, second = client.call("encode", [image(0), image(1)])
+    if way == "place":
+        assert isinstance(first, ItemFailed)
+        assert first.reason == "OUT_OF_MEMORY"
+    else:  # the rows of the directory come inline then, as far as there is memory for them
+        assert_rows_of(first, digest_of(0))
+        assert [len(request.items) for request in encoder.requests("Encode")] == [2, 1]
+    assert_rows_of(second, digest_of(1))
+
+
+def test_rows_that_the_driver_does_not_copy_come_inline(
+    encoder: Encoder, open_client: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = attached(open_client)
+
+    def fail(*_: Any) -> Any:
+        raise MappingFailed("cuMemcpyDtoDAsync: an error of this test")
+
+    monkeypatch.setattr(mapping.HostMemory, "copy", fail)
+    for _ in range(2):
+        assert_rows_of(client.call("encode_one", image(0)), digest_of(0))
+        assert encoder.requests("Encode")[-1].delivery == pb.DELIVERY_INLINE
 
 
 @pytest.mark.parametrize("wrong", ["host", "instance", "probe", "seals"])

@@ -87,6 +87,20 @@ def tensor(**fields: object) -> pb.Item:
             "has 1 bytes, .* needs 24",
         ),
         (tensor(dtype=pb.DTYPE_FLOAT32, shape=[0, 3]), PixelTensorMismatch, "is empty"),
+        # The product of so many takes hours.
+        (tensor(dtype=pb.DTYPE_FLOAT32, shape=[2**63] * 200_000), PixelTensorMismatch, "has 200000 dim"),
+        (tensor(dtype=pb.DTYPE_FLOAT32, shape=[], data=b"1234"), PixelTensorMismatch, "has 0 dimensions"),
+        (
+            pb.Item(
+                modality=pb.MODALITY_VIDEO,
+                frames=pb.FrameArray(
+                    inline=pb.InlineTensor(dtype=pb.DTYPE_UINT8, shape=[1, 1, 1, 3], data=b"123"),
+                    timestamps_s=[0.0] * 4,
+                ),
+            ),
+            InvalidRequest,
+            "4 timestamps for 1 frames",
+        ),
         (
             tensor(dtype=pb.DTYPE_FLOAT32, shape=[2**40, 2**40], data=b"1"),
             PixelTensorMismatch,
@@ -123,3 +137,10 @@ def test_placed_rows_are_described_and_not_sent(tier: TierName) -> None:
     assert result.rows_bytes == rows.nbytes
     assert list(result.timestamps_s) == [0.0, 0.5]
     assert list(result.chunk_grids) == [pb.GridTHW(t=1, h=2, w=14)]
+
+
+def test_a_segment_of_many_dimensions_is_refused() -> None:
+    many = pb.ShmTensor(name="x", dtype=pb.DTYPE_FLOAT32, shape=[1] * 9)
+    message = pb.Item(modality=pb.MODALITY_IMAGE, pixels=pb.PixelTensor(shm=many))
+    with pytest.raises(PixelTensorMismatch, match="9 dimensions, 1 to 8"):
+        convert.segment_from_proto(message)

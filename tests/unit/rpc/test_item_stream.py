@@ -10,7 +10,7 @@ import grpc
 import pytest
 import torch
 
-from encoder_service.errors import UndecodableImage
+from encoder_service.errors import DeadlineExceeded, UndecodableImage
 from encoder_service.pipeline import EncodeResult
 from encoder_service.rpc import convert, item_stream
 from encoder_service.rpc.delivery import Delivery, Wanted
@@ -218,3 +218,13 @@ async def test_p17_a_caller_that_reads_slowly_starts_no_more_than_it_reads(
     context.gate.set()
     await call
     assert len(started) == 8
+
+
+async def test_p17_a_caller_that_reads_nothing_is_left(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it holds is free again (the rig checks it)."""
+    monkeypatch.setattr(item_stream, "UNREAD_S", 0.05)
+    context = SlowContext()
+    context.gate.clear()
+    with pytest.raises(DeadlineExceeded, match=r"has read nothing for 0\.05 s"):
+        await stream_of(rig, context).run(rig.pipeline.encode, [image(value) for value in range(3)])
+    assert context.events == []
