@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from lm_adapter.engines.vllm import models
 from lm_adapter.engines.vllm.models import ARCHITECTURES, check_model
@@ -43,6 +47,7 @@ def config(
     return SimpleNamespace(
         ec_transfer_config=transfer,
         compilation_config=SimpleNamespace(cudagraph_mm_encoder=False),
+        lora_config=None,
         parallel_config=SimpleNamespace(nnodes_within_dp=num_nodes),
         model_config=SimpleNamespace(
             **vars(engine_config("127.0.0.1:1").model_config),
@@ -211,3 +216,33 @@ def test_reasons_take_the_place_of_vllms_error(monkeypatch: pytest.MonkeyPatch) 
     send_report(listening().name, "chatcmpl-2-0a1b2c3d", ItemFailed("no image", reason="X", status=3))
     with pytest.raises(VLLMValidationError, match="X: no image"):
         serving._raise_if_error("error", "chatcmpl-2")
+
+
+def test_lora_adapters_load_without_their_part_of_the_tower(tmp_path: Path) -> None:
+    from vllm.lora.lora_model import LoRAModel
+    from vllm.lora.peft_helper import PEFTHelper
+
+    settings = {"r": 1, "lora_alpha": 1, "target_modules": ["q_proj", "qkv"], "peft_type": "LORA"}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
+    modules = "language_model.layers.0.self_attn.q_proj", "visual.blocks.0.attn.qkv"
+    tensors = {
+        f"base_model.model.model.{name}.lora_{side}.weight": torch.ones(1, 1)
+        for name in modules
+        for side in "AB"
+    }
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+
+    def load(skipped: list[str]) -> Any:
+        helper = PEFTHelper.from_local_dir(str(tmp_path), max_position_embeddings=64)
+        return LoRAModel.from_local_checkpoint(
+            str(tmp_path), {"q_proj"}, helper, device="cpu", skip_prefixes=skipped
+        )
+
+    with pytest.raises(ValueError, match=r"attn\.qkv"):
+        load([])
+    (loaded,) = load(list(models.TOWER_PREFIXES)).loras
+    assert loaded.endswith("q_proj")
+    refusing = config()
+    refusing.lora_config = SimpleNamespace(enable_tower_connector_lora=True)
+    with pytest.raises(InvalidRequest, match="enable_tower_connector_lora"):
+        check_model(refusing)

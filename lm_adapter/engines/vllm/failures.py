@@ -108,9 +108,11 @@ class Failures:
 
     def _run(self) -> None:
         """The kernel keeps some ten datagrams, and many requests may fail at once."""
+        waiting = select.poll()  # of descriptors above 1023, too
         with contextlib.suppress(OSError, ValueError):
+            waiting.register(self._socket, select.POLLIN)
             while True:
-                select.select([self._socket], [], [])
+                waiting.poll()
                 self._receive()
 
     def _receive(self) -> None:
@@ -125,11 +127,13 @@ class Failures:
 
     def take(self, request_id: str) -> tuple[int, str] | None:
         """Status and message of a failed request. request_id: as the API has it. The engine's has a random
-        end, and a number before it for each of several samples. It may have the number of a prompt or a turn
-        after it; then another client's id may look the same, and reports that differ in it are left."""
+        end, and a number before it for each of several samples, or a beam's after it. It may have the number
+        of a prompt or a turn after it; then another client's id may look the same, and reports that differ in
+        it are left."""
         self._receive()
         separator = "-" if request_id.startswith(COMPLETIONS) else "_"
-        engines_id = re.compile(rf"(?:\d+_)?{re.escape(request_id)}({separator}\d+)?(?:-\w{{8}})?")
+        ends = r"(?:-\w+-beam-\d+)?(?:-\w{8})?"
+        engines_id = re.compile(rf"(?:\d+_)?{re.escape(request_id)}({separator}\d+)?{ends}")
         with self._lock:
             found = [match for name in self._reports if (match := engines_id.fullmatch(name))]
             mine = [match for match in found if match[1] is None] or found

@@ -150,9 +150,11 @@ class RankLink:
             if order.number in self._open:
                 self.drop(order.number)
             if isinstance(error, TimeoutError):
-                behind = len(mine.waiting) if mine.waiting else self._num_ranks - len(self._ranks)
+                behind, what = len(mine.waiting), "have no rows"
+                if not behind:
+                    behind, what = self._num_ranks - len(self._ranks), "are away, or on another host,"
                 raise ItemFailed(
-                    f"{behind} of {self._num_ranks} ranks have no rows after {timeout_s:.1f} s",
+                    f"{behind} of {self._num_ranks} ranks {what} after {timeout_s:.1f} s",
                     reason="DEADLINE_EXCEEDED",
                     status=4,
                 ) from None

@@ -31,6 +31,8 @@ ARCHITECTURES = {
     "KimiK25ForConditionalGeneration": "kimi_k25",
 }
 """Architecture -> the module of vLLM's class. The class here has the architecture's name."""
+TOWER_PREFIXES = "visual.", "vision_tower.", "mm_projector."
+"""Of modules that are not built here. vLLM skips their part of a LoRA adapter."""
 
 
 def supported(version: str) -> bool:
@@ -83,6 +85,8 @@ def check_model(vllm_config: Any) -> None:
         raise InvalidRequest("the runner is pooling, this connector is for generate")
     if vllm_config.parallel_config.nnodes_within_dp > 1:
         raise InvalidRequest("the ranks are on several nodes, this connector is for one")
+    if getattr(vllm_config.lora_config, "enable_tower_connector_lora", False):
+        raise InvalidRequest("enable_tower_connector_lora is set, the encoder's tower takes no adapters")
 
 
 def __getattr__(name: str) -> Any:
@@ -117,6 +121,7 @@ def without_tower(parent: Any) -> type:
             if self._consumes_rows:
                 self._geometry = Geometry.of_model(vllm_config.model_config)
                 _keep_deepstack(self, vllm_config, self._geometry.num_levels)
+                self.lora_skip_prefixes = list(TOWER_PREFIXES)
 
         @contextlib.contextmanager
         def _mark_tower_model(self, vllm_config: Any, modalities: Any, **kwargs: Any) -> Iterator[None]:

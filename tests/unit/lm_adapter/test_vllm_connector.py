@@ -18,7 +18,7 @@ import torch
 
 from lm_adapter.engines.plugin.calls import EncoderCalls, Ended
 from lm_adapter.engines.vllm import connector as connector_module
-from lm_adapter.engines.vllm.connector import IDLE_S, ConnectorMethods
+from lm_adapter.engines.vllm.connector import MAX_IDLE_S, MIN_IDLE_S, ConnectorMethods
 from lm_adapter.engines.vllm.link import StepRows
 from lm_adapter.engines.vllm.settings import Settings
 from lm_adapter.errors import (
@@ -40,9 +40,10 @@ class Tracker:
 
     def __init__(self) -> None:
         self.calls: list[str] = []
+        self.waits_s: list[float] = []
 
     def wait(self, timeout_s: float) -> None:
-        assert timeout_s == IDLE_S
+        self.waits_s.append(timeout_s)
         self.calls.append("wait")
 
     def flush(self) -> None:
@@ -64,7 +65,7 @@ def test_only_steps_with_none_in_flight_wait(may_wait: bool) -> None:
     """Two steps may be in flight. What leaves with steps leaves then at the latest."""
     connector: Any = object.__new__(ConnectorMethods)
     connector._num_idle, connector._num_in_flight, connector._may_wait = 0, 2, may_wait
-    connector._tracker = tracker = Tracker()
+    connector._idle_since_s, connector._tracker = 0.0, (tracker := Tracker())
     idle = ["flush", *["wait"] * may_wait, "empty"]
     for num_tokens, calls in ((0, ["empty"]), (0, ["empty"]), (0, idle), (7, ["x", "step"]), (0, ["empty"])):
         inputs = {"x": [0]} if num_tokens else {}
@@ -78,6 +79,25 @@ def test_only_steps_with_none_in_flight_wait(may_wait: bool) -> None:
         assert step.hand_over == ([(1, "kept")] if num_tokens else [])
         assert tracker.calls == calls
         tracker.calls.clear()
+
+
+def test_the_longer_nothing_runs_the_longer_a_step_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that comes meanwhile waits for half of that time at most."""
+    connector: Any = object.__new__(ConnectorMethods)
+    connector._num_idle, connector._num_in_flight, connector._may_wait = 0, 0, True
+    connector._idle_since_s, connector._tracker = 0.0, (tracker := Tracker())
+    now_s = 100.0
+    monkeypatch.setattr(connector_module, "time", SimpleNamespace(monotonic=lambda: now_s))
+    empty = SimpleNamespace(
+        total_num_scheduled_tokens=0,
+        scheduled_encoder_inputs={},
+        free_encoder_mm_hashes=["freed"],
+        num_scheduled_tokens={"r": 7},
+    )
+    for seconds in (0.0, 0.004, 0.02, 0.05, 10.0):
+        now_s = 100.0 + seconds
+        connector.build_connector_meta(empty)
+    assert tracker.waits_s == pytest.approx([MIN_IDLE_S, MIN_IDLE_S, 0.01, 0.025, MAX_IDLE_S])
 
 
 @pytest.mark.parametrize("is_first", [True, False])

@@ -67,7 +67,9 @@ def test_the_http_status_says_whose_fault_it_is(error: EncoderError, status: int
     assert status_of(error) == status
 
 
-@pytest.mark.parametrize("in_engine", ["{}", "{}-4f2c9b1a", "0_{}", "1_{}-4f2c9b1a"])
+@pytest.mark.parametrize(
+    "in_engine", ["{}", "{}-4f2c9b1a", "0_{}", "1_{}-4f2c9b1a", "{}-0b7e1f2d-beam-3-4f2c9b1a"]
+)
 def test_p32_a_report_is_taken_once_by_an_id_that_the_engines_contains(
     in_engine: str, failures: Failures
 ) -> None:
