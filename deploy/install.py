@@ -1,8 +1,8 @@
 """Installs this project with what its tests need into the interpreter that runs this script.
 
 Owns the choice of the torch build: `make setup` installs no CUDA libraries on a machine without a GPU. Also
-how packages are installed here: by uv, eight times as fast as pip, from the sources that pip is configured
-for. pip only installs uv. Standard library only.
+how packages are installed here: by uv, which is several times as fast as pip, from the sources that pip is
+configured for. pip only installs uv. Standard library only.
 
 The first source of torch that works is used:
 

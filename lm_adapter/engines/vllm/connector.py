@@ -25,7 +25,7 @@ logger = logging.getLogger("vllm.vision_encoder")
 MIN_IDLE_S, MAX_IDLE_S, IDLE_SHARE = 0.004, 0.05, 0.5
 """vLLM steps all of its workers without pause while a request waits for rows and nothing else runs. The
 connector pauses it for this share of the time that it has been idle, because another request that comes
-meanwhile waits as well. Measured on two cores under Linux 6.18: two ranks that step every 4 ms leave other
+meanwhile waits as well. Seen on two cores under Linux 6.18: two ranks that step every 4 ms can leave other
 processes no time, for seconds, not even an encoder on the same host."""
 
 
