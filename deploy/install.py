@@ -96,7 +96,7 @@ def uv_environment() -> dict[str, str]:
     return {**sources(config), **os.environ}
 
 
-def tried(arguments: Sequence[str], *, show_errors: bool) -> bool:
+def try_install(arguments: Sequence[str], *, show_errors: bool) -> bool:
     """Runs ``uv pip install`` with these arguments. Returns whether it succeeded."""
     command = [sys.executable, "-m", "uv", "pip", "install", "-q", "--python", sys.executable, *arguments]
     completed = subprocess.run(
@@ -107,7 +107,7 @@ def tried(arguments: Sequence[str], *, show_errors: bool) -> bool:
 
 def install(*arguments: str) -> None:
     """Runs ``uv pip install``. Raises SystemExit if it fails."""
-    if not tried(arguments, show_errors=True):
+    if not try_install(arguments, show_errors=True):
         raise SystemExit(f"could not install {' '.join(arguments[:6])}")
 
 
@@ -119,7 +119,7 @@ def ensure_torch() -> str:
         choices = candidates(platform.system(), nvidia_gpu_visible())
         for choice in choices:
             print(f"installing {' '.join(choice)}", flush=True)
-            if tried(choice, show_errors=choice is choices[-1]):
+            if try_install(choice, show_errors=choice is choices[-1]):
                 break
         else:
             raise SystemExit(f"none of {len(choices)} sources had {TORCH_RANGE}")
@@ -131,7 +131,7 @@ def ensure_torch() -> str:
 def main() -> None:
     version = ensure_torch()
     print(f"torch {version}")
-    # Its requirements could replace torch.
+    # torchvision's requirements could replace torch.
     install("--no-deps", torchvision_requirement(version))
     install("-e", f"{ROOT}[dev]")
 

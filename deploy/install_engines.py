@@ -25,7 +25,7 @@ import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 
-from install import ROOT, candidates, install, installed_torch, nvidia_gpu_visible, tried
+from install import ROOT, candidates, install, installed_torch, nvidia_gpu_visible, try_install
 
 TORCH = "2.13.0"
 TORCHVISION = "0.28.0"
@@ -86,7 +86,7 @@ def install_torch_release() -> None:
     if version is None:
         for choice in candidates("Linux", nvidia_gpu_visible()):
             exact = [f"torch=={TORCH}" if "," in part else part for part in choice]
-            if tried(exact, show_errors=False):
+            if try_install(exact, show_errors=False):
                 break
         else:
             raise SystemExit(f"no source had torch {TORCH}")

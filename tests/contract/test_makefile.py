@@ -96,7 +96,7 @@ def test_an_installed_torch_stays_and_sources_are_tried_in_turn(
         tried.append(show_errors)
         return False
 
-    monkeypatch.setattr(installer, "tried", fail)
+    monkeypatch.setattr(installer, "try_install", fail)
     monkeypatch.setattr(installer, "installed_torch", lambda: "2.11.0+cu130")
     assert installer.ensure_torch() == "2.11.0+cu130"
     assert tried == []

@@ -70,7 +70,7 @@ def wait_until_answered(spread: Stack) -> None:
     def is_answered() -> bool:
         return spread.chat(with_pixels(CASES[0], [picture(random.getrandbits(32))])).status_code == 200
 
-    wait_until(is_answered, "an answer of the encoder that is back", 12 * TIMEOUT_S)
+    wait_until(is_answered, "an answer of the encoder that is back")
 
 
 def test_tokens_are_those_of_one_process_with_a_tower(
