@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import signal
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -264,7 +263,7 @@ def gateway_restart(fleet: Fleet, calls: int) -> Event:
 
 
 def bodies(fleet: Fleet, calls: int, num_bytes: int) -> Event:
-    """Large files, while the replica that has most of them is killed and started again."""
+    """Large files, while a replica that has one of them is killed and started again."""
     logs = fleet.access_logs()
     entries: list[dict[str, Any]] = []
 
@@ -274,9 +273,7 @@ def bodies(fleet: Fleet, calls: int, num_bytes: int) -> Event:
 
     with fleet.run(num_images=BODY_IMAGES, num_bytes=num_bytes, concurrency=2) as run:
         run.wait_calls(share(calls, 0.4))
-        wait_until(lambda: has_entries(1), "the access log's entries")
-        ((busiest, _),) = Counter(one["replica"] for one in entries).most_common(1)
-        (victim,) = (encoder for encoder in fleet.replicas if encoder.target == busiest)
+        victim = fleet.wait_busy()
         run.mark("kill -9")
         fleet.kill(victim)
         run.wait_more(share(calls, 0.3))
@@ -302,8 +299,7 @@ def killed_with_body(fleet: Fleet, num_bytes: int) -> dict[str, int]:
         rows = thread.submit(fleet.encode, [file])
         all_sent = before["upstream_cx_tx_bytes_total"] + num_bytes
         wait_until(lambda: fleet.counters()["upstream_cx_tx_bytes_total"] >= all_sent, "the whole body")
-        (victim,) = (encoder for encoder in fleet.replicas if fleet.active_calls(encoder))
-        fleet.kill(victim)
+        fleet.kill(victim := fleet.wait_busy())
         rows.result()
     after = fleet.counters()
     fleet.start_again(victim)

@@ -118,6 +118,17 @@ class Fleet:
         """Calls that it has from all gateways."""
         return sum(gateway.active_calls(encoder.address) for gateway in self.gateways)
 
+    def wait_busy(self) -> Encoder:
+        """A replica that has a call."""
+        found: list[Encoder] = []
+
+        def is_busy() -> bool:
+            found.extend(encoder for encoder in self.replicas if self.active_calls(encoder))
+            return bool(found)
+
+        wait_until(is_busy, "a call at any replica")
+        return found[0]
+
     def counters(self) -> Counter[str]:
         """Envoy's counters of the cluster of encoders, summed over the gateways."""
         total: Counter[str] = Counter()

@@ -14,6 +14,7 @@ import subprocess
 import time
 import urllib.request
 from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -30,6 +31,7 @@ CARES = "envoy.network.dns_resolver.cares"
 CARES_TYPE = "type.googleapis.com/envoy.extensions.network.dns_resolver.cares.v3.CaresDnsResolverConfig"
 STOP_S = 20.0
 ADMIN_S = 5.0
+TIME_FORMAT = "%Y-%m-%dT%H:%M:%S.%f"
 Change = Callable[[dict[str, Any]], None]
 
 
@@ -179,17 +181,19 @@ class Gateway:
 
 
 class AccessLog:
-    """Reads what is appended to a gateway's access log. Envoy writes entries within a second."""
+    """Reads the entries of calls that began later than the reader. Envoy writes entries within a second."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._read_bytes = path.stat().st_size
+        self._began = datetime.now(UTC).strftime(TIME_FORMAT)
 
     def read(self) -> list[dict[str, Any]]:
-        """Entries that are new since the last time."""
+        """Those that are new since the last time."""
         with self._path.open("rb") as file:
             file.seek(self._read_bytes)
             whole = file.read()
         whole = whole[: whole.rfind(b"\n") + 1]
         self._read_bytes += len(whole)
-        return [json.loads(line) for line in whole.splitlines() if line.startswith(b"{")]
+        entries = [json.loads(line) for line in whole.splitlines() if line.startswith(b"{")]
+        return [one for one in entries if one["time"] >= self._began]
