@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import json
 import os
 import random
 import secrets
@@ -19,12 +18,11 @@ import pytest
 from tests.conformance import ours
 from tests.conformance.protocol import Failed, InProcess, Subprocess, Unsupported
 from tests.conformance.run import check, lines_of, main, status
-from tests.conformance.vectors import FOLDER, VERSION, Vectors, load, text_of
+from tests.conformance.vectors import FOLDER, VERSION, Vectors, load
 from vision_encoder.layout.control_page import CLOSED_WORD, WORD_BYTES
 
 ROOT = Path(__file__).parents[2]
 SUBJECTS = [one.subject for one in load()]
-MAX_BYTES = 2 << 20
 
 
 def of(*subjects: str) -> list[Vectors]:
@@ -38,19 +36,6 @@ def test_p07_our_answers_are_the_references(subject: str) -> None:
     assert report.supported
     assert report.failures == []
     assert report.num_passed == report.num_cases > 0
-
-
-def test_p07_clamped_clips_are_among_the_vectors() -> None:
-    """Fewer frames than two a second would be, and more: both ends of the clamp, and in the prompt's text."""
-    (vectors,) = of("frame_indices")
-    qwen = [case for case in vectors.cases if case.asked["family"] == "qwen_vl"]
-    unclamped = [int(c.asked["num_source_frames"] / c.asked["source_fps"] * c.asked["fps"]) for c in qwen]
-    taken = [len(case.expected["indices"]) for case in qwen]
-    assert any(count > wanted for count, wanted in zip(taken, unclamped, strict=True))
-    assert any(count < wanted and count == 768 for count, wanted in zip(taken, unclamped, strict=True))
-    (timed,) = of("timestamps")
-    assert any(len(case.asked["indices"]) == 768 for case in timed.cases)
-    assert any(len(case.asked["indices"]) % 2 for case in timed.cases)
 
 
 def test_a_versions_answers_never_change() -> None:
@@ -291,16 +276,3 @@ def test_the_command_ends_with_a_status(capsys: pytest.CaptureFixture[str]) -> N
     ):
         assert main(arguments) == 2
         assert message in capsys.readouterr().err
-
-
-def test_vectors_are_plain_small_and_counted() -> None:
-    files = [path for path in FOLDER.rglob("*") if path.is_file()]
-    assert sum(path.stat().st_size for path in files) < MAX_BYTES
-    assert {path.suffix for path in files} <= {".json", ".npy", ".bin"}
-    manifest = json.loads((FOLDER / VERSION / "manifest.json").read_text())
-    assert manifest["cases"] == {one.subject: len(one.cases) for one in load()}
-    assert manifest["version"] == VERSION
-    for one in load():
-        names = [case.name for case in one.cases]
-        assert len(set(names)) == len(names), one.subject
-        assert (FOLDER / VERSION / f"{one.subject}.json").read_text() == text_of(one)

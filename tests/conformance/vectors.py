@@ -50,16 +50,6 @@ def load(version: str = VERSION, folder: Path = FOLDER) -> list[Vectors]:
     return loaded
 
 
-def text_of(vectors: Vectors) -> str:
-    """The file's text: a case a line, so that a change shows as what it is."""
-    head = json.dumps({"subject": vectors.subject, "source": vectors.source})[:-1]
-    lines = [
-        json.dumps({"name": case.name, "input": case.asked, "expected": case.expected})
-        for case in vectors.cases
-    ]
-    return head + ', "cases": [\n' + ",\n".join(lines) + "\n]}\n"
-
-
 def difference(found: Any, expected: Any, where: str = "output") -> str | None:
     """Where an answer first departs from the expected one, None where it does not. Fields beyond the expected
     ones are the implementation's own business. Integers are exact, and 1.0 is no integer."""

@@ -125,32 +125,6 @@ def test_a_bare_rpc_error_maps_too() -> None:
     assert type(from_rpc_error(grpc.RpcError("bare"), target="t", method="m")) is EncoderFault
 
 
-def tree() -> dict[str, str]:
-    """Class name to parent name, as the drawing at the top of the module has it."""
-    parents: dict[str, str] = {}
-    stack: list[tuple[int, str]] = []
-    for line in (errors.__doc__ or "").splitlines():
-        match = re.match(r"^([│├└─ ]*)([A-Z][A-Za-z]+)(?: {2,}|$)", line)
-        if match is None:
-            continue
-        depth = len(match[1]) // 4
-        stack = [entry for entry in stack if entry[0] < depth]
-        if stack:
-            parents[match[2]] = stack[-1][1]
-        stack.append((depth, match[2]))
-    return parents
-
-
-def test_the_drawing_is_the_tree() -> None:
-    drawn = tree()
-    real = {
-        name: value.__bases__[0].__name__
-        for name, value in vars(errors).items()
-        if isinstance(value, type) and issubclass(value, EncoderError) and value is not EncoderError
-    }
-    assert drawn == real
-
-
 def test_reasons_are_codes_and_python_callers_can_catch_their_own_kinds() -> None:
     classes = [
         value

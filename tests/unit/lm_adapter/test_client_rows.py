@@ -15,14 +15,12 @@ from lm_adapter import (
     Grid,
     InvalidRequest,
     InvalidRows,
-    MissingDependency,
     ServerInfo,
     check_rows,
 )
 from lm_adapter.checks import RowsHeader, check_header
 from lm_adapter.testing import fake_model, fake_rows
 from lm_adapter.types import Limits, upcast_bfloat16
-from tests.unit.lm_adapter.interpreter import output_of
 
 VALUES = fake_rows(b"digest", 6, 8)
 
@@ -141,23 +139,6 @@ def test_a_servers_model_is_found_by_name_or_alone() -> None:
         info("a", "b").model()
     with pytest.raises(InvalidRequest, match="0 models"):
         info("a").model("c")
-
-
-def test_asking_for_a_tensor_without_torch_says_what_is_missing() -> None:
-    code = """
-import sys
-sys.modules["torch"] = None
-import numpy as np
-from lm_adapter import EncodedRows, Grid, MissingDependency
-rows = EncodedRows(b"", b"", Grid(1, 2, 2), 1, 1, "float32", 0, np.zeros(4, np.uint8))
-assert rows.numpy()[0, 0] == 0
-try:
-    rows.torch()
-except MissingDependency as error:
-    print(error)
-"""
-    assert output_of(code).strip() == "EncodedRows.torch() needs the package torch, which is not installed"
-    assert issubclass(MissingDependency, ImportError)
 
 
 def test_p22_a_width_that_its_levels_do_not_divide_is_refused() -> None:
