@@ -1,27 +1,89 @@
-"""M-RoPE positions and deltas equal the reference's ``get_rope_index`` over random batches of prompts."""
+"""M-RoPE positions of padded batches, resumed and drafted ones equal the reference's ``get_rope_index``.
+
+The reference computes whole prompts only: a part is compared with its place in the whole sequence.
+"""
 
 from __future__ import annotations
 
 import importlib
-import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from lm_adapter.items import Modality
 from lm_adapter.mrope import MRopePositions, batch_positions, mrope_positions
-from lm_adapter.placeholders import PromptItem, expand_placeholders, prompt_item
+from lm_adapter.placeholders import ExpandedPrompt, PromptItem, expand_placeholders, prompt_item
+from lm_adapter.prefix_cache import PadScheme, pad_id, restore_placeholders, substitute_pad_ids
 from tests.parity.reference import import_reference
 
 IMAGE, VIDEO, MERGE = 900, 901, 2
+VOCAB_SIZE = 1000
 MODEL_CLASSES = {"qwen3_vl": "Qwen3VLModel", "qwen3_5": "Qwen3_5Model"}
 Grid = tuple[int, int, int]
+Positions = npt.NDArray[np.int64]
+sweep = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
-def reference_rope_index(family: str) -> Any:
+@dataclass(frozen=True)
+class Prompt:
+    """As the reference and as we see it."""
+
+    expanded: ExpandedPrompt
+    grids: list[Grid]
+    modalities: list[Modality]
+    positions: MRopePositions
+
+
+sides = st.integers(1, 8).map(lambda side: MERGE * side)
+texts = st.lists(st.integers(0, 799), min_size=1, max_size=6)
+parts = st.one_of(
+    texts.map(lambda ids: ("text", ids)),
+    st.tuples(sides, sides).map(lambda hw: ("image", (1, *hw))),
+    st.tuples(st.integers(1, 4), sides, sides, st.lists(texts, min_size=4, max_size=4)).map(
+        lambda clip: ("clip", clip)
+    ),
+)
+
+
+@st.composite
+def prompts(draw: st.DrawFn) -> Prompt:
+    """Text, images and clips in any order, each vision run after some text (the vision start id, which every
+    chat template writes and the reference relies on); clips with a timestamp before every frame."""
+    ids: list[int] = []
+    items: list[PromptItem] = []
+    grids: list[Grid] = []
+    modalities: list[Modality] = []
+    for kind, content in draw(st.lists(parts, min_size=1, max_size=6)):
+        if kind == "text":
+            ids += content
+            continue
+        modality = Modality.IMAGE if kind == "image" else Modality.VIDEO
+        grid = content if kind == "image" else content[:3]
+        placeholder = IMAGE if kind == "image" else VIDEO
+        items.append(
+            prompt_item(
+                grid, placeholder_id=placeholder, merge_size=MERGE, modality=modality, merges_time=False
+            )
+        )
+        grids.append(grid)
+        modalities.append(modality)
+        for frame in range(grid[0]):
+            ids += [*(content[3][frame] if kind == "clip" else []), 800, placeholder]
+    expanded = expand_placeholders(ids, items, [IMAGE, VIDEO])
+    return Prompt(expanded, grids, modalities, mrope_positions(expanded, grids, merge_size=MERGE))
+
+
+@cache
+def rope_index(family: str) -> Any:
     """The reference's method; it reads the merge size and nothing else of its model."""
     import_reference()
     modeling = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
@@ -31,88 +93,102 @@ def reference_rope_index(family: str) -> Any:
     return model_class.get_rope_index.__get__(model)
 
 
-class Prompt:
-    """A random prompt: collapsed ids, items in prompt order, grids by modality for the reference."""
+def reference_positions(
+    family: str, batch: Sequence[Prompt], ids: torch.Tensor, mask: torch.Tensor | None = None
+) -> tuple[Positions, list[int]]:
+    """Positions [3, B, S] and deltas. ids, mask: [B, S]."""
 
-    def __init__(self, rng: random.Random) -> None:
-        self.ids: list[int] = []
-        self.items: list[PromptItem] = []
-        self.grids: list[Grid] = []
-        self.by_modality: dict[Modality, list[Grid]] = {Modality.IMAGE: [], Modality.VIDEO: []}
-        self.text(rng, 0)
-        for _ in range(rng.randrange(5)):
-            self.item(rng)
-            self.text(rng, 1)
-        if self.items and rng.random() < 0.3:
-            while self.ids[-1] < IMAGE:
-                self.ids.pop()
-        self.ids = self.ids or [1]
+    def grids_of(modality: Modality) -> torch.Tensor | None:
+        grids = [
+            grid
+            for prompt in batch
+            for grid, its in zip(prompt.grids, prompt.modalities, strict=True)
+            if its is modality
+        ]
+        return torch.tensor(grids) if grids else None
 
-    def text(self, rng: random.Random, at_least: int) -> None:
-        self.ids += [rng.randrange(800) for _ in range(rng.randrange(at_least, 12))]
-
-    def item(self, rng: random.Random) -> None:
-        modality = rng.choice(list(Modality))
-        t = rng.randrange(1, 5) if modality is Modality.VIDEO else 1
-        grid = (t, MERGE * rng.randrange(1, 9), MERGE * rng.randrange(1, 9))
-        placeholder = IMAGE if modality is Modality.IMAGE else VIDEO
-        self.items.append(
-            prompt_item(
-                grid, placeholder_id=placeholder, merge_size=MERGE, modality=modality, merges_time=False
-            )
-        )
-        self.grids.append(grid)
-        self.by_modality[modality].append(grid)
-        for _ in range(t):
-            self.text(rng, 1)  # timestamps: the reference tells frames apart by the text between them
-            self.ids.append(placeholder)
+    positions, deltas = rope_index(family)(
+        input_ids=ids,
+        mm_token_type_ids=(ids == IMAGE).int() + 2 * (ids == VIDEO).int(),
+        image_grid_thw=grids_of(Modality.IMAGE),
+        video_grid_thw=grids_of(Modality.VIDEO),
+        attention_mask=mask,
+    )
+    return positions.numpy(), deltas[:, 0].tolist()
 
 
-def tensor_or_none(grids: list[Grid]) -> torch.Tensor | None:
-    return torch.tensor(grids) if grids else None
+def continued(family: str, prompt: Prompt, more: list[int]) -> Positions:
+    """[3, N]: the reference's positions of the prompt with text ``more`` behind it."""
+    ids = np.concatenate([prompt.expanded.ids, np.array(more, dtype=np.int64)])
+    return reference_positions(family, [prompt], torch.from_numpy(ids)[None])[0][:, 0]
 
 
 @pytest.mark.parametrize("family", MODEL_CLASSES)
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_p01_positions_and_deltas_of_random_batches(family: str, side: Any) -> None:
-    rope_index = reference_rope_index(family)
-    num_prompts = num_items = num_ending_in_vision = 0
-    first_seed = {"left": 0, "right": 1000}[side]
-    for seed in range(first_seed, first_seed + 120):
-        rng = random.Random(seed)
-        batch = [Prompt(rng) for _ in range(rng.randrange(1, 6))]
-        expanded = [expand_placeholders(prompt.ids, prompt.items, [IMAGE, VIDEO]) for prompt in batch]
-        found = [
-            mrope_positions(prompt, original.grids, merge_size=MERGE)
-            for prompt, original in zip(expanded, batch, strict=True)
-        ]
-        length = max(map(len, expanded))
-        ids = torch.zeros(len(batch), length, dtype=torch.long)
-        mask = torch.zeros_like(ids)
-        for row, prompt in enumerate(expanded):
-            columns = slice(length - len(prompt), length) if side == "left" else slice(0, len(prompt))
-            ids[row, columns] = torch.from_numpy(prompt.ids)
-            mask[row, columns] = 1
-        expected, deltas = rope_index(
-            input_ids=ids,
-            mm_token_type_ids=(ids == IMAGE).int() + 2 * (ids == VIDEO).int(),
-            image_grid_thw=tensor_or_none([g for p in batch for g in p.by_modality[Modality.IMAGE]]),
-            video_grid_thw=tensor_or_none([g for p in batch for g in p.by_modality[Modality.VIDEO]]),
-            attention_mask=mask,
-        )
-        positions = batch_positions(found, 0, length, padded_length=length, side=side)
-        np.testing.assert_array_equal(positions, expected.numpy(), err_msg=f"seed {seed}")
-        assert [prompt.delta for prompt in found] == deltas[:, 0].tolist(), f"seed {seed}"
-        check_resumption(found)
-        num_prompts += len(batch)
-        num_items += sum(len(prompt.items) for prompt in batch)
-        num_ending_in_vision += sum(bool(prompt.visual_mask[-1]) for prompt in expanded)
-    print(f"{family} {side}: {num_prompts} prompts, {num_items} items, {num_ending_in_vision} end in vision")
-    assert num_prompts > 300
-    assert num_ending_in_vision > 30
+@sweep
+@given(batch=st.lists(prompts(), min_size=1, max_size=5), side=st.sampled_from(["left", "right"]))
+def test_p01_positions_and_deltas_of_batches(
+    family: str, batch: list[Prompt], side: Literal["left", "right"]
+) -> None:
+    length = max(len(prompt.expanded) for prompt in batch)
+    ids = torch.zeros(len(batch), length, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for row, prompt in enumerate(batch):
+        size = len(prompt.expanded)
+        columns = slice(length - size, length) if side == "left" else slice(0, size)
+        ids[row, columns] = torch.from_numpy(prompt.expanded.ids)
+        mask[row, columns] = 1
+    expected, deltas = reference_positions(family, batch, ids, mask)
+    found = [prompt.positions for prompt in batch]
+    np.testing.assert_array_equal(
+        batch_positions(found, 0, length, padded_length=length, side=side), expected
+    )
+    assert [positions.delta for positions in found] == deltas
 
 
-def check_resumption(prompts: list[MRopePositions]) -> None:
-    """p03: the maximum over the axes + 1 is what index + delta gives, however the prompt ends."""
-    for prompt in prompts:
-        assert prompt.next_position == prompt.num_tokens + prompt.delta == prompt.decode(prompt.num_tokens)
+@pytest.mark.parametrize("family", MODEL_CLASSES)
+@sweep
+@given(prompt=prompts(), generated=st.lists(st.integers(0, 799), max_size=8), data=st.data())
+def test_p03_a_retracted_request_and_a_prefix_hit_resume_as_the_whole_sequence(
+    family: str, prompt: Prompt, generated: list[int], data: st.DataObject
+) -> None:
+    """The prompt with what was generated is prefilled again, from any token on and in chunks of any size: in
+    text, in a vision run, in what was generated."""
+    expected = continued(family, prompt, generated)
+    num_prompt, total = len(prompt.expanded), len(prompt.expanded) + len(generated)
+    hit = data.draw(st.integers(0, total))
+    cut = data.draw(st.integers(hit, total))
+    np.testing.assert_array_equal(prompt.positions.chunk(hit, cut), expected[:, hit:cut])
+    np.testing.assert_array_equal(prompt.positions.chunk(cut, total), expected[:, cut:])
+    assert prompt.positions.next_position == expected[:, :num_prompt].max() + 1
+    assert prompt.positions.decode(total) == expected.max() + 1
+    for n, column in enumerate(expected[:, num_prompt:].T):
+        assert (column == prompt.positions.decode(num_prompt + n)).all()
+
+
+@pytest.mark.parametrize("family", MODEL_CLASSES)
+@sweep
+@given(prompt=prompts(), accepted=st.integers(0, 5), drafted=st.integers(1, 6))
+def test_p06_drafts_stand_where_accepted_tokens_would(
+    family: str, prompt: Prompt, accepted: int, drafted: int
+) -> None:
+    index = len(prompt.expanded) + accepted
+    expected = continued(family, prompt, [1] * (accepted + drafted))
+    np.testing.assert_array_equal(prompt.positions.drafts(index, np.arange(drafted)), expected[:, index:])
+    # A tree: every branch stands where the chain stands at that depth.
+    depths = [0, 1, 1, 2, 2, 2][:drafted]
+    tree = prompt.positions.drafts(index, depths)
+    np.testing.assert_array_equal(tree, prompt.positions.drafts(index, range(4))[:, depths])
+    # The draft model reads the same prompt without a pad id.
+    digests = [bytes([n + 1] * 32) for n in range(len(prompt.grids))]
+    pads = [
+        pad_id(digest, modality, PadScheme.TOKENSPEED)
+        for digest, modality in zip(digests, prompt.modalities, strict=True)
+    ]
+    restored = restore_placeholders(
+        substitute_pad_ids(prompt.expanded, pads),
+        scheme=PadScheme.TOKENSPEED,
+        image_placeholder_id=IMAGE,
+        video_placeholder_id=VIDEO,
+        vocab_size=VOCAB_SIZE,
+    )
+    np.testing.assert_array_equal(restored, prompt.expanded.ids)

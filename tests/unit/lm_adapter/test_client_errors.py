@@ -69,6 +69,7 @@ def test_p32_every_status_has_an_error_that_names_the_progress(code: grpc.Status
     error = failed(FakeRpcError(code, "the text"))
     kind, retryable = EXPECTED[code]
     assert type(error) is kind
+    assert isinstance(error, CallFailed)
     assert error.retryable is retryable
     assert "Encode at host:1" in str(error)
     assert "3 of 8 items" in str(error)

@@ -1,4 +1,4 @@
-"""Timestamps in prompts; that they are the reference's is in tests/conformance."""
+"""Timestamps in prompts; that they are the reference's (p07) is in tests/conformance."""
 
 from __future__ import annotations
 
@@ -12,24 +12,14 @@ from lm_adapter.clip_texts import kimi_chunk_texts, qwen_frame_texts, qwen_patch
 from lm_adapter.errors import InvalidRequest
 
 
-def test_p07_times_are_those_of_the_frames_taken() -> None:
-    """Four frames of a long clip, because four is the least: minutes apart, and the text says so."""
-    taken = [0, 2400, 4800, 7199]
-    assert qwen_patch_times([index / 24 for index in taken]) == [50.0, (200 + 7199 / 24) / 2]
-    assert qwen_frame_texts([index / 24 for index in taken]) == ["<50.0 seconds>", "<250.0 seconds>"]
-
-
-def test_p07_the_last_frame_is_repeated_to_fill_a_patch() -> None:
-    assert qwen_frame_texts([0.0, 0.5, 1.0]) == ["<0.2 seconds>", "<1.0 seconds>"]
-    assert qwen_frame_texts([3.0]) == ["<3.0 seconds>"]
+def test_patches_and_chunks_of_other_sizes() -> None:
     assert qwen_patch_times([0.0, 1.0, 2.0, 3.0, 4.0], temporal_patch_size=4) == [1.5, 4.0]
+    assert kimi_chunk_texts([1.0, 2.0, 3.0], chunk_frames=2) == ["00:00:01.000", "00:00:03.000"]
 
 
-def test_kimi_writes_one_clock_per_chunk() -> None:
-    assert kimi_chunk_texts([0.0, 0.5, 1.0, 1.5, 2.25]) == ["00:00:00.000", "00:00:02.250"]
+def test_kimis_clock_has_hours_and_no_days() -> None:
     assert kimi_chunk_texts([3661.5]) == ["01:01:01.500"]
     assert kimi_chunk_texts([86_400.0]) == ["00:00:00.000"]
-    assert kimi_chunk_texts([1.0, 2.0, 3.0], chunk_frames=2) == ["00:00:01.000", "00:00:03.000"]
 
 
 def test_p08_times_are_never_narrower_than_a_double() -> None:

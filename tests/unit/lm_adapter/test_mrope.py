@@ -1,14 +1,11 @@
-"""M-RoPE positions: resumed, in chunks, padded, refused; parity with the reference is in tests/parity."""
+"""M-RoPE positions: padded and refused; parity with the reference is in tests/parity."""
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from lm_adapter.errors import InvalidRequest
 from lm_adapter.mrope import MRopePositions, batch_positions, mrope_positions, plain_positions
@@ -32,18 +29,6 @@ def test_a_clip_in_one_run_keeps_its_time_axis() -> None:
     assert positions.delta == 0
 
 
-@pytest.mark.parametrize("grid", [(1, 2, 10), (1, 10, 2), (1, 4, 4)])
-def test_p03_a_prompt_that_ends_in_vision_resumes_from_the_maximum(grid: tuple[int, int, int]) -> None:
-    prompt, positions = image_prompt([1, IMAGE], [grid])
-    longest = max(grid[1:]) // 2
-    assert positions.next_position == 1 + longest
-    assert positions.decode(len(prompt)) == 1 + longest
-    # Retracted after three generated tokens, then prefilled again with them.
-    resumed = positions.chunk(0, len(prompt) + 3)
-    assert resumed.max() + 1 == positions.decode(len(prompt) + 3)
-    assert resumed[:, len(prompt) :].tolist() == [[1 + longest + i for i in range(3)]] * 3
-
-
 def test_p04_positions_do_not_depend_on_pad_ids_and_decode_needs_only_the_delta() -> None:
     prompt, positions = image_prompt([1, IMAGE, 2], [(1, 4, 4)])
     padded = ExpandedPrompt(substitute_pad_ids(prompt, [1_234_567]), prompt.spans)
@@ -60,26 +45,6 @@ def test_plain_positions() -> None:
     assert positions.prompt.tolist() == [[0, 1, 2, 3]] * 3
     assert (positions.delta, positions.next_position, positions.decode(9)) == (0, 4, 9)
     assert plain_positions(0).next_position == 0
-
-
-@settings(max_examples=100, deadline=None)
-@given(
-    st.lists(st.tuples(st.integers(0, 3), st.integers(1, 4), st.integers(1, 4)), max_size=4),
-    st.integers(0, 3),
-    st.data(),
-)
-def test_chunks_of_any_size_are_the_whole(
-    items: list[tuple[int, int, int]], tail: int, data: st.DataObject
-) -> None:
-    ids = [token for text, _, _ in items for token in [*range(1, 1 + text), IMAGE]] + [1] * tail
-    prompt, positions = image_prompt(ids, [(1, 2 * h, 2 * w) for _, h, w in items])
-    total = len(prompt) + 4
-    cuts = sorted(data.draw(st.sets(st.integers(0, total), max_size=6)) | {0, total})
-    pieces = [positions.chunk(start, end) for start, end in itertools.pairwise(cuts)]
-    whole = np.concatenate(pieces, axis=1) if pieces else positions.chunk(0, total)
-    np.testing.assert_array_equal(whole, positions.chunk(0, total))
-    np.testing.assert_array_equal(whole[:, : len(prompt)], positions.prompt)
-    assert positions.next_position == len(prompt) + positions.delta
 
 
 def test_batches_pad_on_either_side() -> None:
@@ -110,6 +75,11 @@ def test_errors_give_both_figures() -> None:
         positions.decode(3)
     with pytest.raises(InvalidRequest, match="start 3 and end 2"):
         positions.chunk(3, 2)
+    with pytest.raises(InvalidRequest, match=r"token 4 belongs to the prompt of 5 tokens"):
+        positions.drafts(4, [0])
+    with pytest.raises(InvalidRequest, match=r"smallest -1"):
+        positions.drafts(5, [0, -1])
+    assert positions.drafts(5, []).shape == (3, 0)
 
 
 @pytest.mark.parametrize(

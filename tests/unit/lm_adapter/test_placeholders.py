@@ -60,13 +60,6 @@ def test_p05_an_expanded_run_is_one_item() -> None:
     assert "7 rows" in str(caught.value)
 
 
-@pytest.mark.parametrize("ids", [[IMAGE] * 2, [IMAGE] * 5])
-def test_p05_adjacent_items_without_a_separator(ids: list[int]) -> None:
-    prompt = expand_placeholders(ids, [image(2), image(3)])
-    assert prompt.ids.tolist() == [IMAGE] * 5
-    assert segments(prompt) == [[(0, 2)], [(2, 3)]]
-
-
 @pytest.mark.parametrize(
     ("ids", "items", "found", "needed"),
     [

@@ -1,20 +1,18 @@
-"""Pad ids: in and out of prompts, and who may share them; their values are in tests/conformance."""
+"""Pad ids in and out of prompts, and who may share them; ids restored are compared in tests/conformance."""
 
 from __future__ import annotations
 
-import hashlib
 from typing import Any
 
 import pytest
 
 from lm_adapter.errors import InvalidRequest
 from lm_adapter.items import Modality
-from lm_adapter.placeholders import ExpandedPrompt, PromptItem, expand_placeholders
+from lm_adapter.placeholders import PromptItem, expand_placeholders
 from lm_adapter.prefix_cache import (
     FIRST_PAD_ID,
     PadIdLedger,
     PadScheme,
-    pad_id,
     restore_placeholders,
     substitute_pad_ids,
 )
@@ -23,39 +21,19 @@ IMAGE, VIDEO, VOCAB = 900, 901, 1000
 BAND = 715_494_549  # (2147483647 - 1000000 + 1) // 3, by hand: 2146483648 / 3 = 715494549.33
 
 
-def digest(seed: int) -> bytes:
-    return hashlib.sha256(seed.to_bytes(4, "big")).digest()
-
-
 def with_hash(value: int, tail: int = 0) -> bytes:
     return value.to_bytes(8, "little") + bytes([tail]) * 24
 
 
-def two_item_prompt() -> ExpandedPrompt:
-    return expand_placeholders(
+def test_p06_every_item_has_its_own_pad_id_in_a_copy_of_the_prompt() -> None:
+    prompt = expand_placeholders(
         [1, IMAGE, 2, VIDEO, 3, VIDEO], [PromptItem(IMAGE, (2,)), PromptItem(VIDEO, (1, 1))]
     )
-
-
-def test_p06_substitution_and_its_inverse() -> None:
-    prompt = two_item_prompt()
     before = prompt.ids.tolist()
-    image = pad_id(digest(1), Modality.IMAGE, PadScheme.TOKENSPEED)
-    video = pad_id(digest(2), Modality.VIDEO, PadScheme.TOKENSPEED)
-    padded = substitute_pad_ids(prompt, [image, video])
-    assert padded.tolist() == [1, image, image, 2, video, 3, video]
+    assert substitute_pad_ids(prompt, [2001, 2002]).tolist() == [1, 2001, 2001, 2, 2002, 3, 2002]
     assert prompt.ids.tolist() == before
-    restored = restore_placeholders(
-        padded,
-        scheme=PadScheme.TOKENSPEED,
-        image_placeholder_id=IMAGE,
-        video_placeholder_id=VIDEO,
-        vocab_size=VOCAB,
-    )
-    assert restored.tolist() == before
-    assert restored.max() < VOCAB
     with pytest.raises(InvalidRequest, match="2 items, 1 pad ids"):
-        substitute_pad_ids(prompt, [image])
+        substitute_pad_ids(prompt, [2001])
 
 
 def test_p06_sglangs_clips_come_back_as_clips_where_they_are_named() -> None:
@@ -63,25 +41,12 @@ def test_p06_sglangs_clips_come_back_as_clips_where_they_are_named() -> None:
     restored = restore_placeholders(
         [1, image, clip, clip, 2],
         scheme=PadScheme.SGLANG,
-        image_placeholder_id=900,
-        video_placeholder_id=901,
-        vocab_size=1000,
+        image_placeholder_id=IMAGE,
+        video_placeholder_id=VIDEO,
+        vocab_size=VOCAB,
         video_pad_ids={clip},
     )
     assert restored.tolist() == [1, 900, 901, 901, 2]
-
-
-def test_p06_a_placeholder_outside_the_vocabulary_never_leaves() -> None:
-    """Kimi's nominal video id is 163840 with a vocabulary of 163840 ids."""
-    ids = [5, 163_840, pad_id(digest(1), Modality.VIDEO, PadScheme.TOKENSPEED)]
-    restored = restore_placeholders(
-        ids,
-        scheme=PadScheme.TOKENSPEED,
-        image_placeholder_id=163_605,
-        video_placeholder_id=163_840,
-        vocab_size=163_840,
-    )
-    assert restored.tolist() == [5, 163_605, 163_605]
 
 
 def test_p06_unknown_ids_are_refused() -> None:

@@ -13,7 +13,15 @@ from hypothesis import strategies as st
 
 from lm_adapter.errors import InvalidRequest, InvalidRows
 from lm_adapter.placeholders import ExpandedPrompt, PromptItem, expand_placeholders
-from lm_adapter.splice import RowsLayout, Splicer, StepChunk, StepSplice, check_item_rows, splice_step
+from lm_adapter.splice import (
+    RowsLayout,
+    Splicer,
+    StepChunk,
+    StepSplice,
+    check_item_rows,
+    items_needed,
+    splice_step,
+)
 
 IMAGE, VIDEO, D, L = 900, 901, 4, 2
 LAYOUT = RowsLayout(out_width=D, num_deepstack_levels=L)
@@ -102,6 +110,27 @@ def test_p24_rows_are_let_go_as_the_prefill_passes_them() -> None:
         splice(splicer, embeds, 0)
     assert caught.value.reason == "ROWS_DROPPED"
     assert (embeds == -1).all()
+
+
+def test_items_behind_a_prefix_hit_alone_need_rows() -> None:
+    """Tokens 1..6 and 8..11 are visual."""
+    prompt = expand_placeholders([1, IMAGE, 2, IMAGE, 3], [PromptItem(IMAGE, (6,)), PromptItem(IMAGE, (4,))])
+    for start, items in [(0, [0, 1]), (6, [0, 1]), (7, [1]), (12, [])]:
+        assert items_needed(prompt.spans, start) == items
+    assert items_needed(prompt.spans, 0, 8) == [0]
+    assert items_needed(prompt.spans, 7, 8) == []
+    rows = [None, make_rows(4, 1)]
+    splicer = Splicer(prompt.spans, rows, LAYOUT, inputs_embeds_dtype=torch.float32)
+    embeds = torch.zeros(len(prompt) - 7, D)
+    splice(splicer, embeds, 7)
+    assert embeds[:, 0].tolist() == [0, 1000, 1010, 1020, 1030, 0]
+    # A request that has no tokens in a step needs none of the rows that it stands in either.
+    assert splice_step(embeds, [StepChunk(splicer, 3, 0)]).num_visual == 0
+    untouched = torch.zeros(len(prompt) - 6, D)
+    with pytest.raises(InvalidRequest, match=r"item 0: rows 5\.\.6") as caught:
+        splice(splicer, untouched, 6)
+    assert caught.value.reason == "ROWS_DROPPED"
+    assert not untouched.any()
 
 
 @pytest.mark.parametrize(
