@@ -27,7 +27,8 @@ ENVIRONMENT = {
     "SGLANG_MAMBA_CONV_DTYPE": "float32",
     "SGLANG_USE_CPU_ENGINE": "1",
 }
-
+# A start takes half the processor time. Not tested then: that each process loads the plugin by itself.
+FORKED = {"SGLANG_ON_CPU_FORK": "1"}
 
 documented = functools.partial(documented_in, DOCUMENT)
 

@@ -42,6 +42,7 @@ from tests.engines.faults import FAULTS, OTHER_MODELS, answer_to, in_place_of, n
 from tests.engines.pictures import data_url
 from tests.sglang.conftest import both_families, running_encoder
 from tests.sglang.processes import (
+    FORKED,
     LANGUAGE_MODEL,
     Encoder,
     Sglang,
@@ -78,6 +79,8 @@ def plugin(
     folder = tmp_path_factory.mktemp("plugin")
     # Prefill is chunked, and cuts images.
     arguments = [*language_model_arguments(family), "--chunked-prefill-size", "64"]
+    if family != "qwen3_vl":
+        environment |= FORKED
     with Sglang(checkpoint, folder, arguments, environment) as running:
         yield running
 

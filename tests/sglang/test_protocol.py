@@ -14,7 +14,7 @@ import pytest
 
 from tests.engines.pictures import clip, data_url, picture
 from tests.sglang.conftest import MAX_QUEUED_BYTES, Files, both_families
-from tests.sglang.processes import Encoder, Sglang, documented, language_model_arguments
+from tests.sglang.processes import FORKED, Encoder, Sglang, documented, language_model_arguments
 from tests.sglang.reference import CLIP, IMAGE, Reference, prompt
 
 TEXT = prompt("Say something about waves.")
@@ -34,7 +34,7 @@ def server(
     urls = f"{encoder.sglang_url} {other_encoder.sglang_url}"
     command = documented("python -m sglang.launch_server", {"http://127.0.0.1:31000": urls})
     arguments = [*language_model_arguments(family), *command[command.index("--language-only") :]]
-    with Sglang(checkpoint, tmp_path_factory.mktemp("protocol"), arguments) as running:
+    with Sglang(checkpoint, tmp_path_factory.mktemp("protocol"), arguments, FORKED) as running:
         yield running
 
 

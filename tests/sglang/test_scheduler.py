@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.sglang.processes import Encoder, Sglang, documented, language_model_arguments
+from tests.sglang.processes import FORKED, Encoder, Sglang, documented, language_model_arguments
 from tests.sglang.reference import IMAGE, Reference, prompt
 from tests.waiting import wait_until
 
@@ -32,7 +32,7 @@ def server(
     }
     command = documented("python -m sglang.launch_server", replaced)
     arguments = [*language_model_arguments(FAMILY), *command[command.index("--language-only") :]]
-    with Sglang(checkpoint, tmp_path_factory.mktemp("scheduler"), arguments) as running:
+    with Sglang(checkpoint, tmp_path_factory.mktemp("scheduler"), arguments, FORKED) as running:
         yield running
 
 

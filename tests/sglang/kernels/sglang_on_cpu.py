@@ -8,11 +8,15 @@ tests' environment (deploy/install_sglang.py).
   can compute no other.
 - PyPI's torchvision is built for CUDA and its operators do not load beside a CPU torch: the two that its
   import registers shapes for are declared.
+- With SGLANG_ON_CPU_FORK=1 in the environment a server's processes are forked. SGLang starts new ones, and
+  each imports everything again, which takes as long as the rest of the start together.
 """
 
 import importlib
 import importlib.abc
 import importlib.machinery
+import multiprocessing
+import os
 import sys
 
 
@@ -24,8 +28,15 @@ def choose_absorbed(handlers):
     handlers.AttentionBackendRegistry.register("torch_native", handlers._dispatch_mla_subtype)
 
 
+def fork(engine):
+    if os.environ.get("SGLANG_ON_CPU_FORK") == "1":
+        engine.mp = multiprocessing.get_context("fork")
+        engine.mp.set_start_method = lambda *_, **__: None
+
+
 AFTER_IMPORT = {
     "sglang.kernels.ops.attention.fla.layernorm_gated": use_operator,
+    "sglang.srt.entrypoints.engine": fork,
     "sglang.srt.models.deepseek_common.attention_backend_handler": choose_absorbed,
 }
 
