@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
@@ -42,11 +43,13 @@ class SyncDriver:
 
 
 class AsyncDriver:
-    def __init__(self, target: str, **settings: Any) -> None:
+    def __init__(
+        self, target: str, client: type[AsyncVisionEncoderClient] = AsyncVisionEncoderClient, **settings: Any
+    ) -> None:
         self._runner = asyncio.Runner()
 
         async def open_client() -> AsyncVisionEncoderClient:
-            return AsyncVisionEncoderClient(target, **settings)
+            return client(target, **settings)
 
         self.client = self._runner.run(open_client())
 
@@ -66,3 +69,21 @@ class AsyncDriver:
 
 
 DRIVERS: dict[str, Callable[..., Driver]] = {"sync": SyncDriver, "async": AsyncDriver}
+
+
+Open = Callable[..., Driver]
+
+
+@contextlib.contextmanager
+def opener(kind: Callable[..., Driver], target: str, **defaults: Any) -> Iterator[Open]:
+    """A function that opens drivers, by default of this target and with these settings. All are closed at the
+    end."""
+    drivers: list[Driver] = []
+
+    def open_driver(target: str = target, **settings: Any) -> Driver:
+        drivers.append(kind(target, **{"timeout_s": 20.0, **defaults, **settings}))
+        return drivers[-1]
+
+    yield open_driver
+    for driver in drivers:
+        driver.close()

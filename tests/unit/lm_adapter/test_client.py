@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -26,9 +25,7 @@ from lm_adapter import (
 from lm_adapter.keys import item_key
 from lm_adapter.testing import FakeEncoder, fake_model, fake_rows
 from lm_adapter.types import Limits
-from tests.unit.lm_adapter.client_drivers import DRIVERS, Driver
-
-Open = Callable[..., Driver]
+from tests.unit.lm_adapter.client_drivers import DRIVERS, Open, opener
 
 
 def digest_of(index: int) -> bytes:
@@ -53,15 +50,8 @@ def fake() -> Iterator[FakeEncoder]:
 
 @pytest.fixture(params=sorted(DRIVERS))
 def open_client(request: pytest.FixtureRequest, fake: FakeEncoder) -> Iterator[Open]:
-    drivers: list[Driver] = []
-
-    def opener(target: str | None = None, **settings: Any) -> Driver:
-        drivers.append(DRIVERS[request.param](target or fake.target, **{"timeout_s": 20.0, **settings}))
-        return drivers[-1]
-
-    yield opener
-    for driver in drivers:
-        driver.close()
+    with opener(DRIVERS[request.param], fake.target) as open_driver:
+        yield open_driver
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5", "kimi_k25"])
@@ -78,17 +68,6 @@ def test_rows_come_in_input_order_in_every_geometry(
         assert outcome.dtype == dtype
         assert outcome.key == item_key(image(index), fake.script.model)
     assert outcomes[0].num_rows == (6 if family == "kimi_k25" else 18)
-
-
-@pytest.mark.parametrize("chunk_bytes", [1, 100, 1 << 20])
-def test_chunks_of_any_size_between_those_of_other_items(
-    fake: FakeEncoder, open_client: Open, chunk_bytes: int
-) -> None:
-    fake.script.order = "interleaved"
-    fake.script.limits = Limits(chunk_bytes=chunk_bytes)
-    fake.script.model = fake_model(out_width=4)
-    for index, outcome in enumerate(open_client().call("encode", [image(index) for index in range(4)])):
-        assert_rows_of(outcome, digest_of(index))
 
 
 def test_items_over_the_limits_of_one_call_go_in_several(fake: FakeEncoder, open_client: Open) -> None:

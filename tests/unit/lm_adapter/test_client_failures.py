@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import grpc
 import pytest
@@ -34,13 +33,12 @@ from lm_adapter import (
 from lm_adapter.shm.attachment import host_id
 from lm_adapter.testing import FakeEncoder, Fault, fake_model
 from lm_adapter.types import Limits
-from tests.unit.lm_adapter.client_drivers import Driver, SyncDriver
+from tests.unit.lm_adapter.client_drivers import Open, SyncDriver, opener
 from tests.unit.lm_adapter.test_client import assert_rows_of, digest_of, image
 from tests.waiting import wait_until
 from vision_encoder.v1 import encoder_pb2 as pb
 
 ROOT = Path(__file__).parents[3]
-Open = Callable[..., Driver]
 
 # What a fault does to its item: an outcome of its own, nothing at all, or the end of the call.
 ITEM_FAULTS = {
@@ -72,15 +70,8 @@ def fake() -> Iterator[FakeEncoder]:
 
 @pytest.fixture
 def open_client(fake: FakeEncoder) -> Iterator[Open]:
-    drivers: list[Driver] = []
-
-    def opener(target: str | None = None, **settings: Any) -> Driver:
-        drivers.append(SyncDriver(target or fake.target, **{"timeout_s": 20.0, **settings}))
-        return drivers[-1]
-
-    yield opener
-    for driver in drivers:
-        driver.close()
+    with opener(SyncDriver, fake.target) as open_driver:
+        yield open_driver
 
 
 def after(delay_s: float, action: Callable[[], object]) -> threading.Timer:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import socket
-import threading
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 import numpy as np
@@ -33,90 +33,84 @@ from lm_adapter import (
 from lm_adapter.client import MAX_PAUSE_S
 from lm_adapter.local_first import LocalFirstClient
 from lm_adapter.testing import FakeEncoder, Fault
-from tests.unit.lm_adapter.client_drivers import AsyncDriver, Driver, SyncDriver
+from tests.unit.lm_adapter.client_drivers import AsyncDriver, Driver, Open, SyncDriver, opener
 from tests.unit.lm_adapter.test_client import assert_rows_of, digest_of, image
+from tests.waiting import wait_until
 from vision_encoder.layout.keys import ROUTING_KEY
 
-Open = Callable[..., Driver]
 DRAINING = ItemFailed("the service is stopping", reason="DRAINING", status=14, retryable=True)
 
 
 @pytest.fixture
-def connect() -> Iterator[Open]:
-    opened: list[Driver] = []
+def fake() -> Iterator[FakeEncoder]:
+    with FakeEncoder() as running:
+        yield running
 
-    def open_driver(target: str, **settings: Any) -> Driver:
-        opened.append(SyncDriver(target, fleet=True, **settings))
-        return opened[-1]
 
-    yield open_driver
-    for driver in opened:
-        driver.close()
+@pytest.fixture
+def driver(fake: FakeEncoder) -> Iterator[Driver]:
+    with opener(SyncDriver, fake.target, fleet=True) as open_driver:
+        yield open_driver()
 
 
 def routes_of(fake: FakeEncoder, method: str) -> list[str]:
     return sorted(call.metadata[ROUTING_KEY] for call in fake.calls if call.method == method)
 
 
-def test_every_item_is_a_call_of_its_own_with_its_digest(connect: Open) -> None:
+def test_every_item_is_a_call_of_its_own_with_its_digest(fake: FakeEncoder, driver: Driver) -> None:
     items = [image(index) for index in range(5)]
-    with FakeEncoder() as fake:
-        driver = connect(fake.target)
-        outcomes = driver.call("encode", items)
-        for index, outcome in enumerate(outcomes):
-            assert_rows_of(outcome, digest_of(index))
-        encodes = [call for call in fake.calls if call.method == "Encode"]
-        assert [len(call.request.items) for call in encodes] == [1] * 5
-        for call in encodes:
-            assert call.metadata[ROUTING_KEY] == call.request.items[0].content_digest.hex()
-        announced = driver.call("prefetch", items)
-        assert routes_of(fake, "Prefetch") == routes_of(fake, "Encode")
-        routes = [status.routing_digest for status in announced]
-        found = driver.call("fetch", [status.key for status in announced], routing_digests=routes)
-        assert all(isinstance(outcome, EncodedRows) for outcome in found)
-        assert routes_of(fake, "Fetch") == routes_of(fake, "Encode")
-        statuses = driver.call("lookup", [status.key for status in announced], routing_digests=routes)
-        assert [status.state for status in statuses] == [KeyState.RESIDENT] * 5
-        assert [status.key for status in statuses] == [status.key for status in announced]
-        assert routes_of(fake, "Lookup") == routes_of(fake, "Encode")
+    outcomes = driver.call("encode", items)
+    for index, outcome in enumerate(outcomes):
+        assert_rows_of(outcome, digest_of(index))
+    encodes = [call for call in fake.calls if call.method == "Encode"]
+    assert [len(call.request.items) for call in encodes] == [1] * 5
+    for call in encodes:
+        assert call.metadata[ROUTING_KEY] == call.request.items[0].content_digest.hex()
+    announced = driver.call("prefetch", items)
+    assert routes_of(fake, "Prefetch") == routes_of(fake, "Encode")
+    routes = [status.routing_digest for status in announced]
+    found = driver.call("fetch", [status.key for status in announced], routing_digests=routes)
+    assert all(isinstance(outcome, EncodedRows) for outcome in found)
+    assert routes_of(fake, "Fetch") == routes_of(fake, "Encode")
+    statuses = driver.call("lookup", [status.key for status in announced], routing_digests=routes)
+    assert [status.state for status in statuses] == [KeyState.RESIDENT] * 5
+    assert [status.key for status in statuses] == [status.key for status in announced]
+    assert routes_of(fake, "Lookup") == routes_of(fake, "Encode")
 
 
-def test_items_are_asked_for_at_once(connect: Open) -> None:
+def test_items_are_asked_for_at_once(fake: FakeEncoder, driver: Driver) -> None:
     """The first item's stream stands still until another item's call has been seen."""
-    with FakeEncoder() as fake:
-        fake.script.faults[digest_of(0)] = Fault.HANG
+    fake.script.faults[digest_of(0)] = Fault.HANG
 
-        def resume_once_both_came() -> None:
-            ends_s = time.monotonic() + 20
-            while fake.num_calls["Encode"] < 2 and time.monotonic() < ends_s:
-                time.sleep(0.005)
-            if fake.num_calls["Encode"] == 2:
-                fake.resume()
+    def resume_once_both_came() -> None:
+        wait_until(lambda: fake.num_calls["Encode"] == 2, "the second call", timeout_s=20)
+        fake.resume()
 
-        watcher = threading.Thread(target=resume_once_both_came)
-        watcher.start()
-        outcomes = connect(fake.target, timeout_s=20).call("encode", [image(0), image(1)])
-        watcher.join()
-        assert all(isinstance(outcome, EncodedRows) for outcome in outcomes)
+    with ThreadPoolExecutor(1) as pool:
+        resumed = pool.submit(resume_once_both_came)
+        outcomes = driver.call("encode", [image(0), image(1)])
+        resumed.result()
+    assert all(isinstance(outcome, EncodedRows) for outcome in outcomes)
 
 
-def test_p48_the_header_is_no_identity_without_blake3(connect: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_p48_the_header_is_no_identity_without_blake3(
+    fake: FakeEncoder, driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """SHA-256 routes, and no digest is sent: the service computes the one that enters the key."""
     data = b"\xff\xd8\xff a file of a caller without blake3"
-    with FakeEncoder() as fake:
-        expected = keys.content_digest(data)
-        monkeypatch.setattr("lm_adapter.client.can_hash", lambda: False)
-        monkeypatch.setattr("lm_adapter.keys.item_digest", _missing)
-        (announced,) = connect(fake.target).call("prefetch", [ImageItem(data)])
-        (call,) = [call for call in fake.calls if call.method == "Prefetch"]
+    expected = keys.content_digest(data)
+
+    def missing(_item: object) -> bytes:
+        raise keys.MissingDependency("blake3", "hashing content")
+
+    monkeypatch.setattr(driver.client._client, "_hashes", False)
+    monkeypatch.setattr("lm_adapter.keys.item_digest", missing)
+    (announced,) = driver.call("prefetch", [ImageItem(data)])
+    (call,) = [call for call in fake.calls if call.method == "Prefetch"]
     assert call.metadata[ROUTING_KEY] == hashlib.sha256(data).hexdigest()
     assert not call.request.items[0].content_digest
     assert announced.content_digest == expected
     assert announced.routing_digest == hashlib.sha256(data).digest()
-
-
-def _missing(_item: object) -> bytes:
-    raise keys.MissingDependency("blake3", "hashing content")
 
 
 def test_a_url_is_routed_by_its_string_unless_it_has_a_digest() -> None:
@@ -125,112 +119,91 @@ def test_a_url_is_routed_by_its_string_unless_it_has_a_digest() -> None:
     assert keys.routing_digest(UrlItem(url, digest=b"d" * 32)) == b"d" * 32
 
 
-def test_keys_without_routing_digests_are_refused_with_both_numbers(connect: Open) -> None:
-    with FakeEncoder() as fake:
-        driver = connect(fake.target)
-        for method in ("fetch", "lookup"):
-            with pytest.raises(InvalidRequest, match="3 keys have 1 routing digests"):
-                driver.call(method, [b"k" * 32] * 3, routing_digests=[b"r" * 32])
+@pytest.mark.parametrize("method", ["fetch", "lookup"])
+def test_keys_without_routing_digests_are_refused_with_both_numbers(driver: Driver, method: str) -> None:
+    with pytest.raises(InvalidRequest, match="3 keys have 1 routing digests"):
+        driver.call(method, [b"k" * 32] * 3, routing_digests=[b"r" * 32])
 
 
 @pytest.mark.parametrize("method", ["Encode", "Prefetch"])
 def test_p44_a_replica_that_drains_is_asked_once_more_and_what_came_is_kept(
-    connect: Open, method: str
+    fake: FakeEncoder, driver: Driver, method: str
 ) -> None:
-    with FakeEncoder() as fake:
-        driver = connect(fake.target)
-        driver.call("info")
-        fake.script.call_failures[method] = (grpc.StatusCode.UNAVAILABLE, DRAINING)
-        (failed,) = driver.call(method.lower(), [image(0)])
-        assert isinstance(failed, ItemFailed)
-        assert (failed.reason, failed.status, failed.retryable) == ("DRAINING", 14, True)
-        assert fake.num_calls[method] == 2
+    driver.call("info")
+    fake.script.call_failures[method] = (grpc.StatusCode.UNAVAILABLE, DRAINING)
+    (failed,) = driver.call(method.lower(), [image(0)])
+    assert isinstance(failed, ItemFailed)
+    assert (failed.reason, failed.status, failed.retryable) == ("DRAINING", 14, True)
+    assert fake.num_calls[method] == 2
 
 
-def test_an_item_that_is_refused_fails_alone_and_is_not_repeated(connect: Open) -> None:
+def test_an_item_that_is_refused_fails_alone_and_is_not_repeated(fake: FakeEncoder, driver: Driver) -> None:
     full = ItemFailed("no room", reason="QUEUE_FULL", status=8, retryable=True, retry_after_ms=200)
-    with FakeEncoder() as fake:
-        driver = connect(fake.target)
-        driver.call("info")
-        fake.script.call_failures["Encode"] = (grpc.StatusCode.RESOURCE_EXHAUSTED, full)
-        outcomes = driver.call("encode", [image(0), image(1)])
-        assert [(one.reason, one.retry_after_ms) for one in outcomes] == [("QUEUE_FULL", 200)] * 2
-        assert fake.num_calls["Encode"] == 2
+    driver.call("info")
+    fake.script.call_failures["Encode"] = (grpc.StatusCode.RESOURCE_EXHAUSTED, full)
+    outcomes = driver.call("encode", [image(0), image(1)])
+    assert [(one.reason, one.retry_after_ms) for one in outcomes] == [("QUEUE_FULL", 200)] * 2
+    assert fake.num_calls["Encode"] == 2
 
 
 @pytest.mark.parametrize(
     "bad",
     [DigestItem(b""), FramesItem(np.zeros((1, 4, 4, 3), np.float32)), ImageItem(b"a", digest=b"z" * 9000)],
 )
-def test_p33_a_malformed_item_fails_alone(connect: Open, bad: Item) -> None:
-    with FakeEncoder() as fake:
-        driver = connect(fake.target)
-        for method in ("encode", "prefetch"):
-            fine, failed = driver.call(method, [image(0), bad])
-            assert not isinstance(fine, ItemFailed)
-            assert isinstance(failed, ItemFailed)
+@pytest.mark.parametrize("method", ["encode", "prefetch"])
+def test_p33_a_malformed_item_fails_alone(driver: Driver, method: str, bad: Item) -> None:
+    fine, failed = driver.call(method, [image(0), bad])
+    assert not isinstance(fine, ItemFailed)
+    assert isinstance(failed, ItemFailed)
 
 
-def test_a_repeat_does_not_outlast_the_deadline(connect: Open) -> None:
-    with FakeEncoder() as fake:
-        driver = connect(fake.target)
-        driver.call("info")
-        fake.stop()
-        started_s = time.monotonic()
-        with pytest.raises(CallFailed):
-            driver.call("encode", [image(0)], timeout_s=0.03)
-        assert time.monotonic() - started_s < 0.03 + MAX_PAUSE_S / 2
+def test_a_repeat_does_not_outlast_the_deadline(fake: FakeEncoder, driver: Driver) -> None:
+    driver.call("info")
+    fake.stop()
+    started_s = time.monotonic()
+    with pytest.raises(CallFailed):
+        driver.call("encode", [image(0)], timeout_s=0.03)
+    assert time.monotonic() - started_s < 0.03 + MAX_PAUSE_S / 2
 
 
 def test_information_of_a_fleet_is_asked_for_again_when_it_is_old(
-    connect: Open, monkeypatch: pytest.MonkeyPatch
+    fake: FakeEncoder, driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with FakeEncoder() as fake:
-        driver = connect(fake.target)
-        driver.call("encode_one", image(0))
-        monkeypatch.setattr("lm_adapter.client.FLEET_INFO_S", 0.0)
-        driver.call("encode_one", image(1))
-        assert fake.num_calls["GetServerInfo"] == 2
-        fake.script.call_failures["GetServerInfo"] = (grpc.StatusCode.UNAVAILABLE, DRAINING)
-        driver.call("encode_one", image(2))  # what is known serves on
+    driver.call("encode_one", image(0))
+    monkeypatch.setattr("lm_adapter.client.FLEET_INFO_S", 0.0)
+    driver.call("encode_one", image(1))
+    assert fake.num_calls["GetServerInfo"] == 2
+    fake.script.call_failures["GetServerInfo"] = (grpc.StatusCode.UNAVAILABLE, DRAINING)
+    driver.call("encode_one", image(2))  # what is known serves on
 
 
-def test_other_items_keep_their_outcome_when_one_call_fails(connect: Open) -> None:
-    with FakeEncoder() as fake:
-        fake.script.faults[digest_of(1)] = Fault.ABORT
-        with pytest.raises(CallFailed) as raised:
-            connect(fake.target).call("encode", [image(index) for index in range(3)])
-        assert sorted(raised.value.completed) == [0, 2]
-        assert_rows_of(raised.value.completed[2], digest_of(2))
+def test_other_items_keep_their_outcome_when_one_call_fails(fake: FakeEncoder, driver: Driver) -> None:
+    fake.script.faults[digest_of(1)] = Fault.ABORT
+    with pytest.raises(CallFailed) as raised:
+        driver.call("encode", [image(index) for index in range(3)])
+    assert sorted(raised.value.completed) == [0, 2]
+    assert_rows_of(raised.value.completed[2], digest_of(2))
 
 
-def test_calls_take_turns_over_two_gateways_and_one_may_go(connect: Open) -> None:
-    with FakeEncoder() as first, FakeEncoder() as second:
-        ports = [fake.target.rpartition(":")[2] for fake in (first, second)]
-        driver = connect("ipv4:" + ",".join(f"127.0.0.1:{port}" for port in ports), timeout_s=20)
-        both = [first, second]
-        ends_s = time.monotonic() + 20
-        while not all(fake.num_calls["Encode"] for fake in both):
-            assert time.monotonic() < ends_s
-            driver.call("encode_one", image(0))
-        first.stop()
-        for index in range(20):
-            assert_rows_of(driver.call("encode_one", image(index)), digest_of(index))
+def test_calls_take_turns_over_two_gateways_and_one_may_go(fake: FakeEncoder) -> None:
+    with FakeEncoder() as other:
+        both = [fake, other]
+        ports = [one.target.rpartition(":")[2] for one in both]
+        target = "ipv4:" + ",".join(f"127.0.0.1:{port}" for port in ports)
+        with opener(SyncDriver, target, fleet=True) as open_driver:
+            driver = open_driver()
+
+            def both_were_asked() -> bool:
+                driver.call("encode_one", image(0))
+                return all(one.num_calls["Encode"] for one in both)
+
+            wait_until(both_were_asked)
+            fake.stop()
+            for index in range(20):
+                assert_rows_of(driver.call("encode_one", image(index)), digest_of(index))
 
 
 # -- two targets -----------------------------------------------------------------------------------------
-
-
-class LocalFirst(AsyncDriver):
-    def __init__(self, target: str, fallback_target: str, **settings: Any) -> None:
-        import asyncio
-
-        self._runner = asyncio.Runner()
-
-        async def open_client() -> LocalFirstClient:
-            return LocalFirstClient(target, fallback_target=fallback_target, **settings)
-
-        self.client: Any = self._runner.run(open_client())
 
 
 @pytest.fixture
@@ -245,15 +218,18 @@ def gateway() -> Iterator[FakeEncoder]:
         yield fake
 
 
+def local_first(target: str, gateway: FakeEncoder) -> contextlib.AbstractContextManager[Open]:
+    return opener(AsyncDriver, target, client=LocalFirstClient, fallback_target=gateway.target)
+
+
 @pytest.fixture
-def two(local: FakeEncoder, gateway: FakeEncoder) -> Iterator[LocalFirst]:
-    driver = LocalFirst(local.target, gateway.target, timeout_s=20)
-    yield driver
-    driver.close()
+def two(local: FakeEncoder, gateway: FakeEncoder) -> Iterator[Driver]:
+    with local_first(local.target, gateway) as open_driver:
+        yield open_driver()
 
 
 def test_the_local_encoder_is_asked_alone_while_it_answers(
-    two: LocalFirst, local: FakeEncoder, gateway: FakeEncoder
+    two: Driver, local: FakeEncoder, gateway: FakeEncoder
 ) -> None:
     two.call("encode", [image(0), image(1)])
     (announced,) = two.call("prefetch", [image(2)])
@@ -268,9 +244,7 @@ def test_the_local_encoder_is_asked_alone_while_it_answers(
     assert [isinstance(status, PrefetchStatus) for status in statuses] == [True, False]
 
 
-def test_readiness_is_that_of_either_target(
-    two: LocalFirst, local: FakeEncoder, gateway: FakeEncoder
-) -> None:
+def test_readiness_is_that_of_either_target(two: Driver, local: FakeEncoder, gateway: FakeEncoder) -> None:
     assert two.call("wait_ready", 10).instance_id in {local.instance_id, gateway.instance_id}
     local.stop()
     assert two.call("wait_ready", 10).instance_id == gateway.instance_id
@@ -282,7 +256,7 @@ def test_readiness_is_that_of_either_target(
 
 
 def test_the_gateway_answers_while_the_local_encoder_is_down(
-    two: LocalFirst, local: FakeEncoder, gateway: FakeEncoder
+    two: Driver, local: FakeEncoder, gateway: FakeEncoder
 ) -> None:
     local.stop()
     for index, outcome in enumerate(two.call("encode", [image(0), image(1)])):
@@ -293,14 +267,11 @@ def test_the_gateway_answers_while_the_local_encoder_is_down(
     assert_rows_of(rows, digest_of(2))
     assert routes_of(gateway, "Encode") == sorted(digest_of(index).hex() for index in (0, 1))
     local.start()
-    ends_s = time.monotonic() + 20
-    while not local.num_calls["Encode"]:  # it is asked again once it is back
-        assert time.monotonic() < ends_s
-        two.call("encode_one", image(3))
+    wait_until(lambda: two.call("encode_one", image(3)) and local.num_calls["Encode"])  # it is asked again
 
 
 def test_p44_the_gateway_is_asked_only_for_what_had_not_come(
-    two: LocalFirst, local: FakeEncoder, gateway: FakeEncoder
+    two: Driver, local: FakeEncoder, gateway: FakeEncoder
 ) -> None:
     two.call("info")
     local.script.num_cuts = 1  # after the first item
@@ -311,7 +282,7 @@ def test_p44_the_gateway_is_asked_only_for_what_had_not_come(
 
 
 def test_items_of_a_local_encoder_that_drains_go_to_the_gateway(
-    two: LocalFirst, local: FakeEncoder, gateway: FakeEncoder
+    two: Driver, local: FakeEncoder, gateway: FakeEncoder
 ) -> None:
     local.script.failures[digest_of(1)] = DRAINING
     local.script.failures[digest_of(2)] = ItemFailed("no image", reason="UNDECODABLE_IMAGE", status=3)
@@ -324,7 +295,7 @@ def test_items_of_a_local_encoder_that_drains_go_to_the_gateway(
 
 
 def test_both_down_is_one_error_with_what_had_come(
-    two: LocalFirst, local: FakeEncoder, gateway: FakeEncoder
+    two: Driver, local: FakeEncoder, gateway: FakeEncoder
 ) -> None:
     two.call("info")
     local.script.num_cuts = 1
@@ -335,7 +306,7 @@ def test_both_down_is_one_error_with_what_had_come(
 
 
 def test_an_item_that_broke_here_is_asked_of_the_gateway_once(
-    two: LocalFirst, local: FakeEncoder, gateway: FakeEncoder
+    two: Driver, local: FakeEncoder, gateway: FakeEncoder
 ) -> None:
     """With the gateway's own retry, an item that crashes its encoder is asked three times at most."""
     two.call("info")
@@ -349,15 +320,15 @@ def test_an_item_that_broke_here_is_asked_of_the_gateway_once(
 
 def test_p43_a_local_encoder_that_stands_still_holds_a_call_for_two_seconds(gateway: FakeEncoder) -> None:
     """A listener that accepts and says nothing, as a stopped process does."""
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        driver = LocalFirst(f"127.0.0.1:{silent.getsockname()[1]}", gateway.target, timeout_s=20)
-        try:
-            for index in range(3):
-                started_s = time.monotonic()
-                assert_rows_of(driver.call("encode_one", image(index)), digest_of(index))
-                assert time.monotonic() - started_s < 2.5
-        finally:
-            driver.close()
+    with (
+        socket.create_server(("127.0.0.1", 0)) as silent,
+        local_first(f"127.0.0.1:{silent.getsockname()[1]}", gateway) as open_driver,
+    ):
+        driver = open_driver()
+        for index in range(3):
+            started_s = time.monotonic()
+            assert_rows_of(driver.call("encode_one", image(index)), digest_of(index))
+            assert time.monotonic() - started_s < 2.5
 
 
 def test_the_blocking_client_takes_both_targets(local: FakeEncoder, gateway: FakeEncoder) -> None:

@@ -8,7 +8,7 @@ import gc
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,15 +32,13 @@ from lm_adapter.shm import mapping
 from lm_adapter.shm.reader import MappedArena
 from lm_adapter.testing import Fault
 from tests.unit.lm_adapter import shm_rig
-from tests.unit.lm_adapter.client_drivers import DRIVERS, Driver
+from tests.unit.lm_adapter.client_drivers import DRIVERS, Driver, Open, opener
 from tests.unit.lm_adapter.shm_rig import NAMESPACE, Encoder
 from tests.unit.lm_adapter.test_client import assert_rows_of, digest_of, image
 from tests.waiting import wait_until
 from vision_encoder.layout import LAYOUT_VERSION, control_page
 from vision_encoder.v1 import broker_pb2
 from vision_encoder.v1 import encoder_pb2 as pb
-
-Open = Callable[..., Driver]
 
 
 @pytest.fixture
@@ -51,16 +49,8 @@ def encoder(tmp_path: Path) -> Iterator[Encoder]:
 
 @pytest.fixture(params=sorted(DRIVERS))
 def open_client(request: pytest.FixtureRequest, encoder: Encoder) -> Iterator[Open]:
-    drivers: list[Driver] = []
-
-    def opener(**settings: Any) -> Driver:
-        settings = {"namespace": NAMESPACE, "timeout_s": 20.0, **settings}
-        drivers.append(DRIVERS[request.param](encoder.fake.target, **settings))
-        return drivers[-1]
-
-    yield opener
-    for driver in drivers:
-        driver.close()
+    with opener(DRIVERS[request.param], encoder.fake.target, namespace=NAMESPACE) as open_driver:
+        yield open_driver
 
 
 def attached(open_client: Open, **settings: Any) -> Driver:
