@@ -410,7 +410,7 @@ def load_model(settings: Settings) -> ServedModel:
     loaded = load_tower(settings.model, device=device, dtype=dtype)
     limits = DecodeLimits(settings.max_encoded_bytes, settings.max_image_pixels)
     clips = clip_limits(settings, settings.max_image_pixels, settings.ingest_threads or usable_cores())
-    preprocessor = load_preprocessor(settings.model, loaded.family, limits, clips, settings.transparent)
+    preprocessor = load_preprocessor(settings.model, loaded.tower.family, limits, clips, settings.transparent)
     if preprocessor.patch_dim != loaded.tower.patch_dim:
         raise ConfigurationError(
             f"{settings.model}: the processor makes patches of {preprocessor.patch_dim} elements, the tower "
@@ -419,7 +419,7 @@ def load_model(settings: Settings) -> ServedModel:
     name = settings.model_name or settings.model.resolve().name
     return ServedModel(
         name,
-        loaded.family,
+        loaded.tower.family,
         loaded.fingerprint,
         loaded.tower,
         preprocessor,

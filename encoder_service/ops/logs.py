@@ -16,7 +16,6 @@ import sys
 import time
 import uuid
 from collections.abc import Iterable
-from contextvars import ContextVar
 from itertools import count
 from logging.handlers import QueueHandler, QueueListener
 from typing import Literal, TextIO
@@ -37,7 +36,6 @@ FLUSH_POLL_S = 0.005
 # Ids for callers that gave none: a random part per process, then a counter. They are unique, not secret.
 _PROCESS_ID = uuid.uuid4().hex[:16]
 _numbers = count()
-_request: ContextVar[tuple[str, str]] = ContextVar("request", default=("", ""))
 _lines: LineQueue | None = None
 
 
@@ -51,17 +49,9 @@ def request_id_of(metadata: Iterable[tuple[str, str | bytes]]) -> str:
 
 def bind_request(request_id: str, trace_id: str = "") -> None:
     """Adds the request id, and the trace id if there is one, to every line of this task from now on."""
-    _request.set((request_id, trace_id))
-
-
-def add_request(
-    _logger: object, _method: str, line: structlog.typing.EventDict
-) -> structlog.typing.EventDict:
-    """A structlog processor: adds the ids of ``bind_request``."""
-    for name, value in zip(("request_id", "trace_id"), _request.get(), strict=True):
-        if value:
-            line.setdefault(name, value)
-    return line
+    structlog.contextvars.clear_contextvars()
+    ids = {"request_id": request_id, "trace_id": trace_id}
+    structlog.contextvars.bind_contextvars(**{name: value for name, value in ids.items() if value})
 
 
 class LineQueue(QueueHandler):
@@ -106,7 +96,7 @@ def configure_logs(format: Literal["text", "json"], level: str) -> None:  # noqa
         )
     )
     processors: list[structlog.typing.Processor] = [
-        add_request,
+        structlog.contextvars.merge_contextvars,
         structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
     ]

@@ -130,7 +130,7 @@ class EncodeRequest(Body):
     mm_items: list[MediaItem] = Field(min_length=1)
     num_parts: int = Field(ge=1, le=MAX_PARTS)
     part_idx: int = Field(ge=0, lt=MAX_PARTS)
-    prefill_host: object = None
+    prefill_host: str | None = None
     embedding_port: int | None = Field(None, ge=1, le=65535)
 
     @property
@@ -350,7 +350,7 @@ class SglangServer:
             raise InvalidRequest(f"part_idx is {wanted.part_idx}, num_parts is {wanted.num_parts}")
         peer = peer_of(request)
         if wanted.embedding_port is not None:
-            endpoint = self._receivers.endpoint(wanted.prefill_host, wanted.embedding_port, peer)
+            endpoint = self._receivers.endpoint(wanted.prefill_host or "", wanted.embedding_port, peer)
             await self._encode_part(call, wanted, permit, peer, endpoint)
             return
         awaited = self._awaited_of(wanted.req_id)

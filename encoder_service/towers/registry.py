@@ -22,15 +22,9 @@ TOWER_DTYPES = (torch.float32, torch.bfloat16)
 
 @dataclass(frozen=True)
 class LoadedTower:
-    """A tower in evaluation mode on its device, with its identity.
-
-    model_name: the checkpoint directory's name. fingerprint: 32 bytes over the sizes and the vision weights
-    as stored.
-    """
+    """A tower in evaluation mode on its device. fingerprint: 32 bytes over sizes and stored weights."""
 
     tower: Tower
-    family: str
-    model_name: str
     fingerprint: bytes
 
 
@@ -66,4 +60,4 @@ def load_tower(path: Path, *, device: torch.device, dtype: torch.dtype) -> Loade
     # Moves the tables that are not part of a checkpoint. The parameters are on the device already.
     tower.to(device).requires_grad_(False).eval()
     check_initialised(tower)
-    return LoadedTower(tower, family, path.resolve().name, fingerprint.digest())
+    return LoadedTower(tower, fingerprint.digest())

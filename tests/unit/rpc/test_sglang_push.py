@@ -117,26 +117,23 @@ def test_p46_no_other_host_receives(host: str, peer: str) -> None:
 @pytest.mark.parametrize(
     ("host", "port", "text"),
     [
-        (None, 5000, "NoneType"),
         ("localhost", 5000, "'localhost' is not an IP address"),
         ("127.0.0.1;tcp://192.0.2.1", 5000, "not an IP address"),
         ("fd00::2%1]:0;[::1", 5000, "not an IP address"),
         ("." * (1 << 20), 5000, "1048576 characters, at most 64"),
         ("127.0.0.1", 0, "0, needed"),
         ("127.0.0.1", 65536, "65536, needed"),
-        ("127.0.0.1", True, "True, needed"),
-        ("127.0.0.1", "5000", "'5000', needed"),
     ],
 )
-def test_a_host_is_an_address_and_a_port_a_number(host: object, port: object, text: str) -> None:
+def test_a_host_is_an_address_and_a_port_in_range(host: str, port: int, text: str) -> None:
     with pytest.raises(InvalidRequest, match=text):
         Receivers("sglang_receivers", []).endpoint(host, port, "127.0.0.1")
 
 
 @pytest.mark.parametrize(
-    "url", [None, "127.0.0.1", "127.0.0.1:", "127.0.0.1:x", "tcp://127.0.0.1:5000", "127.0.0.1:" + "1" * 5000]
+    "url", ["127.0.0.1", "127.0.0.1:", "127.0.0.1:x", "tcp://127.0.0.1:5000", "127.0.0.1:" + "1" * 5000]
 )
-def test_a_receive_url_is_an_address_and_a_port(url: object) -> None:
+def test_a_receive_url_is_an_address_and_a_port(url: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
         Receivers("sglang_receivers", []).endpoint_of(url, "127.0.0.1")
     assert len(refused.value.message) < 200

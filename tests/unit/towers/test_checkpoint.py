@@ -53,7 +53,7 @@ def write(
 @every_family
 def test_a_loaded_tower_is_ready_to_serve(tmp_path: Path, family: str) -> None:
     loaded = load(write(tmp_path / "My-Model", family), torch.bfloat16)
-    assert (loaded.family, loaded.tower.family, loaded.model_name) == (family, family, "My-Model")
+    assert loaded.tower.family == family
     assert len(loaded.fingerprint) == 32
     assert not loaded.tower.training
     parameters = list(loaded.tower.parameters())
@@ -115,17 +115,36 @@ def test_only_vision_tensors_are_read(tmp_path: Path, monkeypatch: pytest.Monkey
     assert with_lm.fingerprint == load(tmp_path / "tower").fingerprint
 
 
-@every_family
-def test_missing_tensors_are_named(tmp_path: Path, family: str) -> None:
-    with pytest.raises(MissingTensors, match=r"lacks 1 of \d+ vision tensors: .*qkv.weight"):
-        load(write(tmp_path, family, lambda tensors: tensors.pop(QKV[family])))
+WRONG_TENSORS: dict[str, tuple[Callable[[Tensors, str], object], type[CheckpointError], str]] = {
+    "missing": (
+        lambda tensors, name: tensors.pop(name),
+        MissingTensors,
+        r"lacks 1 of \d+ vision tensors: .*qkv.weight",
+    ),
+    "extra": (
+        lambda tensors, name: tensors.update({name.replace(".1.", ".9."): torch.zeros(2)}),
+        UnexpectedTensors,
+        r"has 1 vision tensors beyond .*\.9\.",
+    ),
+    "misshaped": (
+        lambda tensors, name: tensors.update({name: tensors[name][:-1].clone()}),
+        MismatchedTensors,
+        r"qkv\.weight has shape \[191, 64\], needs \[192, 64\]",
+    ),
+    "quantised": (
+        lambda tensors, name: tensors.update({name: tensors[name].to(torch.int8)}),
+        MismatchedTensors,
+        r"has dtype I8, needs one of F32, BF16, F16",
+    ),
+}
 
 
 @every_family
-def test_extra_vision_tensors_are_named(tmp_path: Path, family: str) -> None:
-    extra = QKV[family].replace(".1.", ".9.")
-    with pytest.raises(UnexpectedTensors, match=r"has 1 vision tensors beyond .*\.9\."):
-        load(write(tmp_path, family, lambda tensors: tensors.update({extra: torch.zeros(2)})))
+@pytest.mark.parametrize("wrong", WRONG_TENSORS)
+def test_wrong_tensors_are_named(tmp_path: Path, family: str, wrong: str) -> None:
+    change, error, text = WRONG_TENSORS[wrong]
+    with pytest.raises(error, match=text):
+        load(write(tmp_path, family, lambda tensors: change(tensors, QKV[family])))
 
 
 def test_two_prefixes_at_once_are_refused(tmp_path: Path) -> None:
@@ -134,24 +153,6 @@ def test_two_prefixes_at_once_are_refused(tmp_path: Path) -> None:
 
     with pytest.raises(UnexpectedTensors, match=r"under 2 prefixes, needs 1: model\.visual\..*, visual\."):
         load(write(tmp_path, "qwen3_vl", both))
-
-
-@every_family
-def test_misshaped_tensors_are_named_with_both_shapes(tmp_path: Path, family: str) -> None:
-    def cut(tensors: Tensors) -> None:
-        tensors[QKV[family]] = tensors[QKV[family]][:-1].clone()
-
-    with pytest.raises(MismatchedTensors, match=r"qkv\.weight has shape \[191, 64\], needs \[192, 64\]"):
-        load(write(tmp_path, family, cut))
-
-
-@every_family
-def test_quantised_tensors_are_refused_by_dtype(tmp_path: Path, family: str) -> None:
-    def quantise(tensors: Tensors) -> None:
-        tensors[QKV[family]] = tensors[QKV[family]].to(torch.int8)
-
-    with pytest.raises(MismatchedTensors, match=r"has dtype I8, needs one of F32, BF16, F16"):
-        load(write(tmp_path, family, quantise))
 
 
 @every_family
@@ -201,8 +202,6 @@ OTHER_SHARD = "model-00002-of-00002.safetensors"
 DEFECTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "no_config": (lambda path: (path / "config.json").unlink(), r"config\.json cannot be read: No such file"),
     "config_no_json": (lambda path: (path / "config.json").write_text("{"), r"config\.json is not JSON"),
-    "config_binary": (lambda path: (path / "config.json").write_bytes(b"\xff\x00"), r"is not JSON"),
-    "config_list": (lambda path: (path / "config.json").write_text("[]"), r"holds a list, needs an object"),
     "no_weights": (
         lambda path: (path / "model.safetensors.index.json").unlink(),
         r"neither model\.safetensors nor model\.safetensors\.index\.json",
@@ -213,10 +212,6 @@ DEFECTS: dict[str, tuple[Callable[[Path], object], str]] = {
         r"00001-of-00002\.safetensors is not a whole safetensors file",
     ),
     "empty_shard": (lambda path: (path / SHARD).write_bytes(b""), r"is not a whole safetensors file"),
-    "no_safetensors": (
-        lambda path: (path / SHARD).write_bytes(b"<html>not found</html>" * 40),
-        r"is not a whole safetensors file",
-    ),
     "index_no_map": (lambda path: break_index(path, lambda index: index.clear()), r"lacks weight_map"),
     "index_elsewhere": (
         lambda path: break_index(path, lambda index: index["weight_map"].update({"a": "../secret"})),
