@@ -74,13 +74,14 @@ class Fields(UserDict[str, Element]):
 
 @dataclass(frozen=True)
 class Position:
-    """vLLM's PlaceholderRange."""
+    """vLLM's PlaceholderRange. num_text: of the tokens those that are not the item's rows."""
 
     offset: int
     length: int
+    num_text: int = 0
 
     def get_num_embeds(self) -> int:
-        return self.length
+        return self.length - self.num_text
 
 
 @dataclass
@@ -97,6 +98,12 @@ class Feature:
 class Request:
     mm_features: list[Feature]
     request_id: str = field(default_factory=lambda: f"request-{secrets.token_hex(8)}")
+
+    @property
+    def num_tokens(self) -> int:
+        """Two tokens of text are behind the last feature."""
+        last = self.mm_features[-1].mm_position
+        return last.offset + last.length + 2
 
 
 def engine_config(

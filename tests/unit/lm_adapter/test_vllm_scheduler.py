@@ -12,7 +12,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,6 +34,7 @@ from lm_adapter.engines.vllm.settings import Settings
 from lm_adapter.errors import EncoderError, InvalidRows, ItemFailed
 from lm_adapter.items import ClipItem, Grid, Modality, PreprocessOptions
 from lm_adapter.types import KeyState, PrefetchStatus
+from tests.unit.lm_adapter.connector_rig import Element, Feature, Fields, Position, Request
 
 GEOMETRY = Geometry(width=12, dtype="float32", num_levels=2, merge_size=2, merges_time=False)
 GRID, TURNED, DOUBLE = Grid(1, 4, 6), Grid(1, 6, 4), Grid(1, 8, 6)
@@ -44,40 +44,6 @@ TEXT_TOKENS = 3
 ITEM_BYTES = GEOMETRY.num_bytes(GRID)
 SETTINGS = Settings(target="nowhere:1", max_resident_bytes=4 * ITEM_BYTES)
 UNDECODABLE = ItemFailed("the file is no image", reason="UNDECODABLE_IMAGE", status=3)
-
-
-@dataclass
-class Position:
-    """num_text: of the tokens those that are not the item's rows."""
-
-    offset: int
-    length: int
-    num_text: int = 0
-
-    def get_num_embeds(self) -> int:
-        return self.length - self.num_text
-
-
-class Data(dict[str, Any]):
-    """The fields of one item; each has its tensor as ``data``."""
-
-
-@dataclass(eq=False)
-class Feature:
-    identifier: str
-    mm_position: Position
-    data: Data | None
-    modality: str = "image"
-
-
-@dataclass(eq=False)
-class Request:
-    mm_features: list[Feature]
-    request_id: str = field(default_factory=lambda: secrets.token_hex(4))
-
-    @property
-    def num_tokens(self) -> int:
-        return self.mm_features[-1].mm_position.offset + self.mm_features[-1].mm_position.length + 2
 
 
 @dataclass(frozen=True)
@@ -106,12 +72,12 @@ def request_of(*images: Image, reply: str = "") -> Request:
         packed = file.packed()
         is_clip = image.modality is Modality.VIDEO
         data = {
-            f"{image.modality.value}_grid_thw": SimpleNamespace(data=torch.tensor(image.grid)),
-            CLIP_FIELD if is_clip else FILE_FIELD: SimpleNamespace(data=torch.from_numpy(packed)),
+            f"{image.modality.value}_grid_thw": Element(torch.tensor(image.grid)),
+            CLIP_FIELD if is_clip else FILE_FIELD: Element(torch.from_numpy(packed)),
         }
         num_text = TEXT_TOKENS * image.grid.t if is_clip else 0
         position = Position(offset, num_rows + num_text, num_text)
-        features.append(Feature(image.name, position, Data(data), image.modality.value))
+        features.append(Feature(Fields(data), image.modality.value, image.name, position))
         offset += position.length + 2
     return Request(features)
 
@@ -803,7 +769,7 @@ def test_p33_a_malformed_request_is_rejected_alone(
     elif value is None:
         del feature.data[field_name]
     else:
-        feature.data[field_name] = SimpleNamespace(data=torch.tensor(value, dtype=torch.uint8))
+        feature.data[field_name] = Element(torch.tensor(value, dtype=torch.uint8))
     tracker.ensure(fine, 0)
     with caplog.at_level("WARNING", "vllm.vision_encoder"):
         assert_rejected(tracker, broken)
@@ -870,7 +836,7 @@ def test_p02_files_leave_the_request_and_stay_with_what_its_other_samples_share(
         assert is_ready(tracker, engine, request)
         assert request.mm_features is not shared
         (feature,) = request.mm_features
-        assert isinstance(feature.data, Data)
+        assert isinstance(feature.data, Fields)
         assert list(feature.data) == ["image_grid_thw"]
         assert (feature.identifier, feature.mm_position) == (image.name, shared[0].mm_position)
     assert shared[0].data is not None
@@ -934,7 +900,7 @@ class Encoder:
 
 
 def status_of(grid: Grid | None = GRID, route: bytes = b"") -> PrefetchStatus:
-    return PrefetchStatus(b"key", b"digest", KeyState.IN_FLIGHT, grid, routing_digest=route)
+    return PrefetchStatus(KEY, b"digest", KeyState.IN_FLIGHT, grid, routing_digest=route)
 
 
 def gone() -> ItemFailed:
@@ -942,6 +908,7 @@ def gone() -> ItemFailed:
 
 
 GONE_AGAIN = gone()
+KNOWN, KEY = b"known", b"key"
 
 
 def obtain(encoder: Encoder, monkeypatch: pytest.MonkeyPatch, image: Image = X) -> Any:
@@ -963,45 +930,68 @@ def obtain(encoder: Encoder, monkeypatch: pytest.MonkeyPatch, image: Image = X) 
 def test_rows_are_ordered_by_key_and_route(route: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     encoder = Encoder([status_of(None, route)], [None])
     number = obtain(encoder, monkeypatch, replace(X, min_pixels=9))
-    assert encoder.orders == [RowsOrder(number, b"key", route or X.digest, GRID)]
+    assert encoder.orders == [RowsOrder(number, KEY, route or X.digest, GRID)]
     assert number > 0
     (item,) = encoder.items
     assert (item.data, item.digest, item.options.min_pixels) == (b"file", X.digest, 9)
     assert encoder.asked == [("prefetch", 30.0), ("read", 29.0)]
 
 
-def test_an_item_that_was_announced_is_ordered_by_its_key_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    encoder = Encoder([], [None])
-    encoder.key = b"known"
-    number = obtain(encoder, monkeypatch, replace(X, is_announced=True))
-    assert encoder.orders == [RowsOrder(number, b"known", X.digest, GRID)]
-    assert encoder.asked == [("read", 30.0)]
-
-
-def test_the_file_of_an_item_whose_announcement_was_lost_is_sent_again(
+@pytest.mark.parametrize(
+    ("announced_key", "statuses", "failures", "asked", "keys"),
+    [
+        pytest.param(
+            None, [status_of(), status_of()], [gone(), None], "prefetch read encode read", [KEY, KEY]
+        ),
+        pytest.param(KNOWN, [], [None], "read", [KNOWN], id="announced"),
+        pytest.param(KNOWN, [status_of()], [gone(), None], "read info prefetch read", [KNOWN, KEY]),
+        pytest.param(b"", [status_of()], [None], "prefetch read", [KEY], id="no model is named, of several"),
+    ],
+)
+def test_p32_rows_are_ordered_again_by_another_number_while_they_are_gone(
+    announced_key: bytes | None,
+    statuses: list[Any],
+    failures: list[ItemFailed | None],
+    asked: str,
+    keys: list[bytes],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    encoder = Encoder([status_of()], [gone(), None])
-    encoder.key = b"known"
-    number = obtain(encoder, monkeypatch, replace(X, is_announced=True))
-    assert [order.key for order in encoder.orders] == [b"known", b"key"]
-    assert encoder.orders[-1].number == number
-    assert encoder.asked == [("read", 30.0), ("info", 29.0), ("prefetch", 28.0), ("read", 27.0)]
+    """announced_key: of an item that was announced, which is ordered by its key alone as long as there are
+    rows of it; None of another item."""
+    encoder = Encoder(list(statuses), list(failures))
+    encoder.key = announced_key or None
+    number = obtain(encoder, monkeypatch, replace(X, is_announced=announced_key is not None))
+    assert encoder.asked == list(zip(asked.split(), [30.0, 29.0, 28.0, 27.0], strict=False))
+    numbers = [order.number for order in encoder.orders]
+    assert encoder.orders == [RowsOrder(*pair, X.digest, GRID) for pair in zip(numbers, keys, strict=True)]
+    assert numbers[-1] == number
+    assert len(set(numbers)) == len(numbers)
 
 
-def test_p32_the_failure_of_an_announced_item_comes_through(monkeypatch: pytest.MonkeyPatch) -> None:
-    encoder = Encoder([], [UNDECODABLE])
-    encoder.key = b"known"
+@pytest.mark.parametrize(
+    ("announced_key", "statuses", "failures", "num_asked"),
+    [
+        (None, [UNDECODABLE], [], 1),
+        (None, [status_of()], [UNDECODABLE], 2),
+        (None, [status_of(), UNDECODABLE], [gone()], 3),
+        (None, [status_of(), status_of()], [gone(), UNDECODABLE], 4),
+        (None, [status_of(), status_of()], [gone(), GONE_AGAIN], 4),
+        (KNOWN, [], [UNDECODABLE], 1),
+    ],
+)
+def test_p32_the_last_failure_comes_through(
+    announced_key: bytes | None,
+    statuses: list[Any],
+    failures: list[ItemFailed | None],
+    num_asked: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    encoder = Encoder(list(statuses), list(failures))
+    encoder.key = announced_key
     with pytest.raises(ItemFailed) as caught:
-        obtain(encoder, monkeypatch, replace(X, is_announced=True))
-    assert caught.value is UNDECODABLE
-
-
-def test_an_announced_item_without_a_key_is_asked_for_by_its_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An encoder of several models, and none is named."""
-    encoder = Encoder([status_of()], [None])
-    obtain(encoder, monkeypatch, replace(X, is_announced=True))
-    assert encoder.asked == [("prefetch", 30.0), ("read", 29.0)]
+        obtain(encoder, monkeypatch, replace(X, is_announced=announced_key is not None))
+    assert caught.value is (GONE_AGAIN if GONE_AGAIN in failures else UNDECODABLE)
+    assert len(encoder.asked) == num_asked
 
 
 def test_a_clip_is_asked_for_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1017,39 +1007,6 @@ def test_p22_a_grid_of_the_encoder_that_is_not_the_prompts_fails(monkeypatch: py
         obtain(encoder, monkeypatch)
     assert f"grid_thw is {list(TURNED)}, the prompt was made for {list(GRID)}" in str(caught.value)
     assert encoder.orders == []
-
-
-def test_p32_rows_that_are_gone_are_encoded_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    encoder = Encoder([status_of(), status_of()], [gone(), None])
-    number = obtain(encoder, monkeypatch)
-    names = ["prefetch", "read", "encode", "read"]
-    assert encoder.asked == list(zip(names, [30.0, 29.0, 28.0, 27.0], strict=True))
-    first, second = encoder.orders
-    assert first.number != second.number == number
-    assert replace(first, number=number) == second
-
-
-@pytest.mark.parametrize(
-    ("statuses", "failures", "num_asked"),
-    [
-        ([UNDECODABLE], [], 1),
-        ([status_of()], [UNDECODABLE], 2),
-        ([status_of(), UNDECODABLE], [gone()], 3),
-        ([status_of(), status_of()], [gone(), UNDECODABLE], 4),
-        ([status_of(), status_of()], [gone(), GONE_AGAIN], 4),
-    ],
-)
-def test_p32_the_last_failure_comes_through(
-    statuses: list[Any],
-    failures: list[ItemFailed | None],
-    num_asked: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    encoder = Encoder(list(statuses), list(failures))
-    with pytest.raises(ItemFailed) as caught:
-        obtain(encoder, monkeypatch)
-    assert caught.value is (GONE_AGAIN if GONE_AGAIN in failures else UNDECODABLE)
-    assert len(encoder.asked) == num_asked
 
 
 # Any order of events --------------------------------------------------------------------------------------
