@@ -1,20 +1,23 @@
-"""A host arena and a broker in the test's own process, written with the shared layouts alone."""
+"""An encoder in the test's own process: the fake service, an arena of the real one, and a broker that can
+misbehave."""
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import hashlib
-import mmap
 import os
-import secrets
 import socket
 import threading
-import zlib
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
+from unittest import mock
 
+import torch
+
+from encoder_service.store import arena
+from encoder_service.store.host_memory import HostMemory
+from encoder_service.types import EncodedItem, Grid
 from lm_adapter.shm.attachment import host_id
 from lm_adapter.testing import FakeEncoder
 from vision_encoder.layout import LAYOUT_VERSION, control_page, directory
@@ -22,135 +25,82 @@ from vision_encoder.layout.frames import FrameReader, encode_frame
 from vision_encoder.v1 import broker_pb2
 from vision_encoder.v1 import encoder_pb2 as pb
 
-SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
-PROBE = bytes(range(64))
 NAMESPACE = "tests"
 
 
-def memfd(name: str, size_bytes: int, seals: int = SEALS) -> int:
-    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    os.ftruncate(fd, size_bytes)
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
-    return fd
+class Arena(arena.Arena):
+    """Of eight slots, in host memory. ``fds``: its descriptors. ``write`` publishes rows as the service does,
+    in place of the oldest ones when all slots are in use."""
 
-
-class Arena:
-    """Slots of equal size, behind a probe. ``write`` publishes rows as the protocol says."""
-
-    def __init__(
-        self, *, num_slots: int = 8, slot_bytes: int = 1 << 16, version: int = LAYOUT_VERSION
-    ) -> None:
-        self.arena_id, self.instance = secrets.token_bytes(16), secrets.randbits(63)
-        self.num_slots, self.slot_bytes = num_slots, slot_bytes
-        self.size_bytes = mmap.PAGESIZE + num_slots * slot_bytes
-        self.page_bytes = control_page.page_bytes(num_slots)
-        self.directory_bytes = directory.directory_bytes(num_slots)
-        self.fds = [
-            memfd(name, size)
-            for name, size in (
-                ("data", self.size_bytes),
-                ("page", self.page_bytes),
-                ("directory", self.directory_bytes),
-            )
-        ]
-        self.data, self._page, self._directory = (mmap.mmap(fd, 0) for fd in self.fds)
-        self.words = memoryview(self._page).cast("Q")
-        self._cells = memoryview(self._directory).cast("Q")
-        self.data[: len(PROBE)] = PROBE
-        self.probe = control_page.Probe(0, len(PROBE), hashlib.sha256(PROBE).digest())
-        header = control_page.pack_header(
-            control_page.PageHeader(self.arena_id, self.instance, num_slots, self.probe)
-        )
-        self._page[: len(header)] = header
-        listing = directory.pack_header(self.arena_id, self.instance, num_slots)
-        self._directory[: len(listing)] = listing
-        if version != LAYOUT_VERSION:
-            self._set_version(self._page, control_page.HEADER.size, version)
-            self._set_version(self._directory, directory.HEADER.size, version)
-        self.next_slot = 0
-        self._listed: dict[int, int] = {}
+    def __init__(self, *, version: int = LAYOUT_VERSION) -> None:
+        with (
+            mock.patch.object(control_page, "LAYOUT_VERSION", version),
+            mock.patch.object(directory, "LAYOUT_VERSION", version),
+        ):
+            super().__init__(HostMemory(1 << 20), max_slots=8)
+        self.fds = list(self.export_all())
+        self._written: deque[arena.Slot] = deque()
         self._lock = threading.Lock()
 
-    @staticmethod
-    def _set_version(page: mmap.mmap, header_bytes: int, version: int) -> None:
-        page[8:16] = version.to_bytes(8, "little")
-        checksum = control_page.checksum(page[:header_bytes])
-        page[header_bytes : header_bytes + 8] = checksum.to_bytes(8, "little")
+    @property
+    def data(self) -> torch.Tensor:
+        return self._memory.tensor
 
-    def generation(self, slot: int) -> int:
-        return self.words[control_page.FIRST_GENERATION_WORD + slot]
-
-    def free(self, slot: int) -> None:
-        """The generation becomes even, then the range may be written again."""
-        self.words[control_page.FIRST_GENERATION_WORD + slot] += self.generation(slot) % 2
+    @property
+    def words(self) -> memoryview:
+        """Of the control page."""
+        return self.page._words
 
     def write(self, result: pb.ItemResult, rows: bytes, *, listed: bool = True) -> pb.RowsPlace:
-        """Publishes rows in the next slot, whatever was there."""
         with self._lock:
             return self._write(result, rows, listed)
 
+    def lose_newest(self) -> None:
+        """Frees the slot that was written last, and overwrites it."""
+        slot = self._written.pop()
+        self.drop(slot)
+        self.data[slot.offset_bytes] ^= 0xFF
+
     def _write(self, result: pb.ItemResult, rows: bytes, listed: bool) -> pb.RowsPlace:
-        slot, self.next_slot = self.next_slot, (self.next_slot + 1) % self.num_slots
-        self.free(slot)
-        offset = mmap.PAGESIZE + slot * self.slot_bytes
-        self.data[offset : offset + len(rows)] = rows
-        generation = self.generation(slot) + 1
-        self.words[control_page.FIRST_GENERATION_WORD + slot] = generation
+        if len(self._written) == self.num_slots:
+            self.drop(self._written.popleft())
+        slot = self.allocate(len(rows))
+        assert slot is not None
+        self._written.append(slot)
+        source = torch.frombuffer(bytearray(rows), dtype=torch.uint8)
+        self.view(slot, source.shape, torch.uint8).copy_(source)
+        generation = self.publish(slot)
         if listed:
-            self._list(slot, generation, offset, result)
+            grid, dtype = result.grid_thw, pb.DType.Name(result.dtype).removeprefix("DTYPE_").lower()
+            shaped = torch.empty(result.num_rows, result.width, dtype=getattr(torch, dtype), device="meta")
+            item = EncodedItem(
+                result.key,
+                result.content_digest,
+                Grid(grid.t, grid.h, grid.w),
+                shaped,
+                result.num_deepstack_levels,
+            )
+            self.index(slot, NAMESPACE, item)
         return pb.RowsPlace(
             arena_id=self.arena_id,
             instance=self.instance,
-            slot_index=slot,
+            slot_index=slot.index,
             generation=generation,
-            offset_bytes=offset,
+            offset_bytes=slot.offset_bytes,
             delivery=pb.DELIVERY_HOST,
         )
-
-    def _list(self, slot: int, generation: int, offset: int, result: pb.ItemResult) -> None:
-        tag = directory.namespace_tag(self.arena_id, NAMESPACE)
-        grid = result.grid_thw
-        record = directory.Record(
-            key=result.key,
-            tag=tag,
-            generation=generation,
-            offset_bytes=offset,
-            rows_bytes=result.rows_bytes,
-            grid=(grid.t, grid.h, grid.w),
-            num_rows=result.num_rows,
-            width=result.width,
-            dtype=pb.DType.Name(result.dtype).removeprefix("DTYPE_").lower(),
-            num_deepstack_levels=result.num_deepstack_levels,
-            content_digest=result.content_digest,
-            slot_index=slot,
-        )
-        start = directory.record_offset(self.num_slots, slot)
-        self._directory[start : start + directory.RECORD.size] = directory.pack_record(record, 2)
-        self._listed[slot] = directory.name_hash(result.key, tag)
-        self._write_cells()
-
-    def _write_cells(self) -> None:
-        """The table anew: a reader that misses an entry meanwhile asks for its rows."""
-        num_cells = directory.num_cells(self.num_slots)
-        words = [0] * num_cells
-        for slot, hashed in self._listed.items():
-            cell = hashed
-            while words[cell % num_cells]:
-                cell += 1
-            words[cell % num_cells] = directory.pack_cell(hashed, slot)
-        for cell, word in enumerate(words):
-            self._cells[directory.FIRST_CELL_WORD + cell] = word
 
     def geometry(self) -> broker_pb2.ArenaGeometry:
         return broker_pb2.ArenaGeometry(
             arena_id=self.arena_id,
             kind=broker_pb2.ARENA_KIND_HOST,
             size_bytes=self.size_bytes,
-            page_bytes=self.page_bytes,
-            directory_bytes=self.directory_bytes,
+            page_bytes=self.page.size_bytes,
+            directory_bytes=self.directory.size_bytes,
         )
 
     def close(self) -> None:
+        super().close()
         for fd in self.fds:
             os.close(fd)
 
@@ -235,8 +185,8 @@ class Broker:
 class Encoder:
     """The fake service with an arena and a broker. Rows go to the arena as long as ``places`` is set."""
 
-    def __init__(self, folder: Path, **arena: Any) -> None:
-        self.arena = Arena(**arena)
+    def __init__(self, folder: Path, *, version: int = LAYOUT_VERSION) -> None:
+        self.arena = Arena(version=version)
         self.fake = FakeEncoder()
         self.broker = Broker(folder / "broker.sock", self.arena, self.fake.instance_id)
         self.fake.script.transports = [
@@ -254,8 +204,7 @@ class Encoder:
         result.place.CopyFrom(self.arena.write(result, rows, listed=self.listed))
         if self.lose_next:
             self.lose_next -= 1
-            self.arena.free(result.place.slot_index)
-            self.arena.data[result.place.offset_bytes] ^= 0xFF
+            self.arena.lose_newest()
 
     def requests(self, method: str) -> list[Any]:
         return [call.request for call in self.fake.calls if call.method == method]
@@ -268,9 +217,3 @@ class Encoder:
         self.fake.stop()
         self.broker.stop()
         self.arena.close()
-
-
-def torn(data: bytes) -> bytes:
-    """A record whose content does not fit its CRC-32."""
-    assert zlib.crc32(data) != 0
-    return data[:20] + bytes([data[20] ^ 1]) + data[21:]

@@ -36,7 +36,7 @@ from tests.unit.lm_adapter.client_drivers import DRIVERS, Driver, Open, opener
 from tests.unit.lm_adapter.shm_rig import NAMESPACE, Encoder
 from tests.unit.lm_adapter.test_client import assert_rows_of, digest_of, image
 from tests.waiting import wait_until
-from vision_encoder.layout import LAYOUT_VERSION, control_page
+from vision_encoder.layout import LAYOUT_VERSION, control_page, directory
 from vision_encoder.v1 import broker_pb2
 from vision_encoder.v1 import encoder_pb2 as pb
 
@@ -124,7 +124,7 @@ def test_p18_another_namespace_finds_nothing_in_the_same_arena(encoder: Encoder,
 def test_reads_are_reported_in_batches(encoder: Encoder, open_client: Open) -> None:
     client = attached(open_client)
     placed = client.call("encode_one", image(0))
-    generation = encoder.arena.generation(0)
+    generation = encoder.arena.page.generation(0)
     for _ in range(3):
         client.call("encode_one", image(0))
     if isinstance(client.client, AsyncVisionEncoderClient):
@@ -273,20 +273,25 @@ def mapped(encoder: Encoder) -> MappedArena:
 
 
 @pytest.mark.parametrize(
-    ("slot", "generation", "offset", "num_bytes"),
+    "change",
     [
-        (0, 2, 4096, 64),
-        (99, 1, 4096, 64),
-        (-1, 1, 4096, 64),
-        (0, 1, -1, 64),
-        (0, 1, 1 << 40, 64),
-        (0, 1, 0, 0),
+        {"slot_index": 99},
+        {"slot_index": -1},
+        {"generation": 2},
+        {"offset_bytes": -1},
+        {"offset_bytes": 1 << 40},
+        {"num_bytes": 0},
     ],
 )
-def test_places_outside_the_arena_are_lost(
-    encoder: Encoder, slot: int, generation: int, offset: int, num_bytes: int
-) -> None:
-    assert mapped(encoder).read(slot, generation, offset, num_bytes) is None
+def test_places_outside_the_arena_and_freed_ones_are_lost(encoder: Encoder, change: dict[str, int]) -> None:
+    written = encoder.arena.write(pb.ItemResult(key=b"k" * 32), b"r" * 64, listed=False)
+    place = {name: getattr(written, name) for name in ("slot_index", "generation", "offset_bytes")}
+    arena = mapped(encoder)
+    assert arena.read(**place, num_bytes=64) is not None
+    assert arena.read(**{"num_bytes": 64, **place, **change}) is None
+    encoder.arena.lose_newest()
+    freed = {**place, "generation": encoder.arena.page.generation(place["slot_index"])}
+    assert arena.read(**freed, num_bytes=64) is None
 
 
 def test_reads_end_before_the_memory_is_unmapped(encoder: Encoder) -> None:
@@ -486,7 +491,8 @@ def test_memory_that_cannot_be_the_encoders_is_not_read(
     elif wrong == "probe":
         encoder.arena.data[3] ^= 1
     else:
-        encoder.arena.fds[0] = shm_rig.memfd("open", encoder.arena.size_bytes, seals=0)
+        encoder.arena.fds[0] = os.memfd_create("without seals")
+        os.ftruncate(encoder.arena.fds[0], encoder.arena.size_bytes)
     client = open_client()
     transport = client.call("wait_transport", 10.0)
     assert transport.name == "inline"
@@ -495,17 +501,18 @@ def test_memory_that_cannot_be_the_encoders_is_not_read(
     assert_rows_of(client.call("encode_one", image(0)), digest_of(0))
 
 
-def test_p22_a_listed_record_that_does_not_fit_the_model_is_asked_for(
-    encoder: Encoder, open_client: Open
+@pytest.mark.parametrize("wrong", ["another model's", "torn"])
+def test_p22_a_listed_record_that_is_wrong_is_asked_for(
+    encoder: Encoder, open_client: Open, wrong: str
 ) -> None:
     client = attached(open_client)
     key = client.call("encode_one", image(0)).key
-    encoder.arena.write(
-        pb.ItemResult(key=key, num_rows=7, width=9, rows_bytes=252, dtype=pb.DTYPE_FLOAT32), bytes(252)
-    )
-    start = shm_rig.directory.record_offset(encoder.arena.num_slots, 0)
-    data = encoder.arena._directory
-    data[start : start + 128] = shm_rig.torn(data[start : start + 128])
+    if wrong == "torn":
+        record = directory.record_offset(encoder.arena.num_slots, 0)
+        encoder.arena.directory._file.mapping[record + 20] ^= 1
+    else:
+        result = pb.ItemResult(key=key, num_rows=7, width=9, rows_bytes=252, dtype=pb.DTYPE_FLOAT32)
+        encoder.arena.write(result, bytes(252))
     assert_rows_of(client.call("encode_one", image(0)), digest_of(0))
     assert encoder.fake.num_calls["Encode"] == 2
 

@@ -940,11 +940,9 @@ def test_rows_are_ordered_by_key_and_route(route: bytes, monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("announced_key", "statuses", "failures", "asked", "keys"),
     [
-        pytest.param(
-            None, [status_of(), status_of()], [gone(), None], "prefetch read encode read", [KEY, KEY]
-        ),
-        pytest.param(KNOWN, [], [None], "read", [KNOWN], id="announced"),
-        pytest.param(KNOWN, [status_of()], [gone(), None], "read info prefetch read", [KNOWN, KEY]),
+        (None, [status_of()] * 2, [gone(), None], "prefetch read encode read", [KEY, KEY]),
+        (KNOWN, [], [None], "read", [KNOWN]),
+        (KNOWN, [status_of()], [gone(), None], "read info prefetch read", [KNOWN, KEY]),
         pytest.param(b"", [status_of()], [None], "prefetch read", [KEY], id="no model is named, of several"),
     ],
 )
