@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.engines import processes as vllm
-from tests.engines.processes import Process, answers, free_port
+from tests.engines.processes import Process, answers
+from tests.ports import free_port
 from tests.sglang import processes as sglang
 
 TOWER, ENCODER = "its own tower", "rows from the encoder"

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import json
-import socket
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -270,10 +269,3 @@ def kubectl(*arguments: str, objects: Iterable[Object]) -> subprocess.CompletedP
         input=yaml.safe_dump_all(objects),
         env={"KUBECONFIG": "/dev/null"}, capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
-        return port

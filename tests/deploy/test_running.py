@@ -32,7 +32,6 @@ from tests.deploy.chart import (
     Object,
     container_of,
     environment_of,
-    free_port,
     gateway_command,
     named,
     pod_of,
@@ -40,12 +39,12 @@ from tests.deploy.chart import (
     rendered,
     validate,
 )
-from tests.waiting import wait_until
+from tests.ports import free_port
+from tests.waiting import PATIENCE_S, wait_until
 
 SCRIPT = HELM_FOLDER / "make-secrets.sh"
 DASHBOARD = CHART / "files" / "dashboard.json"
 DOCUMENT = ROOT / "docs" / "deploy.md"
-GATEWAY_START_S = 20.0
 CLEAN = {name: value for name, value in os.environ.items() if not name.startswith(("VE_", "OTEL_"))}
 
 
@@ -158,7 +157,7 @@ def gateway_running(
     with (folder / "log").open("w") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log)
     try:
-        until = time.monotonic() + GATEWAY_START_S
+        until = time.monotonic() + PATIENCE_S
         while status(found["9902"], "/ready") != 200:
             assert process.poll() is None, (folder / "log").read_text()
             assert time.monotonic() < until
@@ -166,7 +165,7 @@ def gateway_running(
         yield found
     finally:
         process.terminate()
-        process.wait(timeout=10)
+        process.wait(PATIENCE_S)
 
 
 def test_the_gateways_pod_answers_its_probe_and_is_drained_by_prestop(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ import os
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -25,6 +24,7 @@ import httpx
 from lm_adapter import DeadlineExceeded, VisionEncoderClient
 from tests.engines.agreement import of_response
 from tests.engines.pictures import TEXT
+from tests.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "docs" / "vllm.md"
@@ -42,13 +42,6 @@ VLLM_ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_WORKER_MULTIPROC_METHOD": "fork",
 }
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-    return port
 
 
 def environment(**extra: str) -> dict[str, str]:

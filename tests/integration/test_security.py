@@ -32,6 +32,7 @@ from lm_adapter import (
 from tests.certificates import Authority
 from tests.integration.conftest import RunningService, running, tokens_file
 from tests.integration.images import photo
+from tests.ports import free_port
 from vision_encoder.v1 import encoder_pb2 as pb
 from vision_encoder.v1 import encoder_pb2_grpc
 
@@ -112,7 +113,8 @@ def test_clients_follow_their_certificates_and_tokens(
     token = tmp_path / "token"
     token.write_text("first-token")
     tokens = tokens_file(tmp_path, "n=first-token")
-    settings: dict[str, object] = {"open_namespaces": False, "tls_client_ca": first.ca}
+    target = f"127.0.0.1:{free_port()}"
+    settings: dict[str, object] = {"listen": (target,), "open_namespaces": False, "tls_client_ca": first.ca}
     tls = ClientTls(first.ca, own.cert, own.key)
 
     def is_served(client: VisionEncoderClient) -> bool:
@@ -120,8 +122,7 @@ def test_clients_follow_their_certificates_and_tokens(
         return client.encode_one(ImageItem(photo(40, 40, seed=secrets.randbits(30)))).num_rows > 0
 
     with contextlib.ExitStack() as clients:
-        with secured(checkpoints, device, first, tokens_file=tokens, **settings) as found:
-            target = found.target
+        with secured(checkpoints, device, first, tokens_file=tokens, **settings):
             client = clients.enter_context(
                 VisionEncoderClient(target, namespace="n", timeout_s=20, token_file=token, tls=tls)
             )
@@ -132,7 +133,7 @@ def test_clients_follow_their_certificates_and_tokens(
         shutil.copy(second.ca, first.ca)
         token.write_text("second-token")
         tokens_file(tmp_path, "n=second-token")
-        settings |= {"listen": (target,), "tls_client_ca": second.ca}
+        settings |= {"tls_client_ca": second.ca}
         with secured(checkpoints, device, second, tokens_file=tokens, **settings):
             assert is_served(client)
             with (

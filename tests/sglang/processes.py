@@ -10,7 +10,8 @@ from typing import Any, Self
 import httpx
 
 from tests.engines.pictures import data_url
-from tests.engines.processes import ROOT, Process, Restartable, answers, documented_in, free_port
+from tests.engines.processes import ROOT, Process, Restartable, answers, documented_in
+from tests.ports import free_port
 
 DOCUMENT = ROOT / "docs" / "sglang.md"
 NUM_TOKENS = 12

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import json
 import os
 import re
 import shlex
-import socket
 import subprocess
 import sys
 import threading
@@ -25,7 +23,8 @@ from PIL import Image
 
 from encoder_service.types import Grid
 from tests.engines.pictures import data_url
-from tests.engines.processes import ROOT, Process, answers, free_port
+from tests.engines.processes import ROOT, Process, answers
+from tests.ports import free_port
 from tests.waiting import PATIENCE_S, wait_until
 from vision_encoder.tokenspeed import tokenspeed_encoder_pb2 as encoder
 
@@ -47,16 +46,6 @@ def documented(beginning: str, replaced: Mapping[str, str]) -> list[str]:
         assert old in command, f"{beginning} has no {old} in {DOCUMENT}"
         command = command.replace(old, new)
     return shlex.split(command.replace("\\\n", " "))
-
-
-def free_ports_in_a_row() -> int:
-    """The first of two."""
-    while True:
-        with socket.socket() as first, socket.socket() as second, contextlib.suppress(OSError, OverflowError):
-            first.bind(("127.0.0.1", 0))
-            port: int = first.getsockname()[1]
-            second.bind(("127.0.0.1", port + 1))
-            return port
 
 
 class Sent(NamedTuple):
@@ -124,7 +113,7 @@ class Encoder:
     """The service as an encode worker, by the document's command."""
 
     def __init__(self, checkpoint: Path, dtype: str, log: Path) -> None:
-        self.port, self.bootstrap_port = free_port(), free_ports_in_a_row()
+        self.port, self.bootstrap_port = free_port(), free_port(2)
         self.admin = f"http://127.0.0.1:{free_port()}"
         replaced = {
             "MODEL": str(checkpoint),
