@@ -6,6 +6,7 @@ import asyncio
 import base64
 import contextlib
 import hashlib
+import http.client
 import http.server
 import json
 import socket
@@ -163,7 +164,8 @@ def test_rows_are_those_of_the_service(served: Served, receiver: Receiver) -> No
     assert all(isinstance(one, EncodedRows) for one in expected)
     # p18, p46: a namespace of its own; another does not see what SGLang's requests have encoded
     assert [one.tier for one in expected] == [CacheTier.MISS, CacheTier.MISS]
-    assert torch.equal(rows, torch.cat([one.torch() for one in expected]))
+    # Rows' last bits depend on the batch that they were encoded in.
+    torch.testing.assert_close(rows, torch.cat([one.torch() for one in expected]), rtol=1e-4, atol=1e-5)
     assert fields["grid_dim"] == [list(one.grid_thw) for one in expected]
     assert fields["req_id"] == "request_local_part_0"
     assert fields["video_timestamps"] is None
@@ -409,25 +411,21 @@ def test_a_caller_that_hangs_up_ends_its_encode(served: Served) -> None:
     inflight, release = service.pipeline.inflight, threading.Event()
     busy = [service._workers.submit(release.wait) for _ in range(service._workers._max_workers)]
     try:
-        with httpx.Client(base_url=served.http.base_url) as caller:
-            pending = threading.Thread(target=lambda: hang_up(caller, data_url(photo())))
-            pending.start()
+        url = served.http.base_url
+        body = {"req_id": "x", "modality": "IMAGE", "num_parts": 1, "part_idx": 0}
+        to = {"prefill_host": "127.0.0.1", "embedding_port": 9, "mm_items": [data_url(photo())]}
+        caller = http.client.HTTPConnection(url.host, url.port, timeout=PATIENCE_S)
+        with contextlib.closing(caller):
+            caller.request("POST", "/encode", json.dumps(body | to), {"Content-Type": "application/json"})
             wait_until(lambda: len(inflight) == 1, "the encode")
-            pending.join()
         wait_until(lambda: len(inflight) == 0, "the encode's end")
         wait_until(served.is_free, "the protocol's end of work")
-        assert served.metric('ve_requests_total{method="sglang/encode",status="CANCELLED"}') == 1
+        cancelled = 've_requests_total{method="sglang/encode",status="CANCELLED"}'
+        wait_until(lambda: served.metric(cancelled) == 1, "the count of the request")
     finally:
         release.set()
         for one in busy:
             one.result(PATIENCE_S)
-
-
-def hang_up(caller: httpx.Client, url: str) -> None:
-    body = {"req_id": "x", "modality": "IMAGE", "num_parts": 1, "part_idx": 0, "mm_items": [url]}
-    to = {"prefill_host": "127.0.0.1", "embedding_port": 9}
-    with contextlib.suppress(httpx.ReadTimeout):
-        caller.post("/encode", json=body | to, timeout=httpx.Timeout(PATIENCE_S, read=1.0))
 
 
 def test_overload_and_drain_are_answered_503(

@@ -46,6 +46,7 @@ from tests.integration.tokenspeed import (
     tensor,
 )
 from tests.parity.tower_cases import run_tower
+from tests.ports import free_port
 from tests.waiting import PATIENCE_S, wait_until
 from vision_encoder.tokenspeed import common_pb2 as common
 from vision_encoder.tokenspeed import tokenspeed_encoder_pb2 as encoder
@@ -186,9 +187,9 @@ def served(shared: Served) -> Iterator[Served]:
     for answered in Engine.silent.values():
         answered.set()
     Engine.silent.clear()
-    Engine.sessions.clear()
     wait_until(shared.is_free, "the rooms' end")
     wait_until_free(shared.service)
+    Engine.sessions.clear()
 
 
 @pytest.fixture
@@ -689,7 +690,7 @@ def test_p37_a_stop_waits_for_ranks_and_tells_those_that_are_left(
 ) -> None:
     rooms = [new_room(), new_room()]
     with contextlib.ExitStack() as stack:
-        with serving(checkpoints["qwen3_vl"], device, drain_grace_s=1) as served:
+        with serving(checkpoints["qwen3_vl"], device, drain_grace_s=4) as served:
             rank = stack.enter_context(Rank(served.bootstrap))
             rank.want(rooms[1], need=2)
             served.encode(image(random_pixels()), rooms[0])
@@ -758,10 +759,11 @@ def test_without_mooncake_the_service_does_not_start(
 def test_p46_the_control_port_is_taken(
     checkpoints: dict[str, Path], device: torch.device, patched: Path
 ) -> None:
+    bootstrap_port = free_port(2)
     with zmq.Context() as context, context.socket(zmq.PULL) as taken:
-        port = taken.bind_to_random_port("tcp://127.0.0.1")
+        taken.bind(f"tcp://127.0.0.1:{bootstrap_port + 1}")
         with (
-            pytest.raises(ConfigurationError, match=f"cannot listen on 127.0.0.1:{port}"),
-            serving(checkpoints["qwen3_vl"], device, tokenspeed_bootstrap_port=port - 1),
+            pytest.raises(ConfigurationError, match=f"cannot listen on 127.0.0.1:{bootstrap_port + 1}"),
+            serving(checkpoints["qwen3_vl"], device, tokenspeed_bootstrap_port=bootstrap_port),
         ):
             pass

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 
 import pytest
@@ -23,6 +22,7 @@ from encoder_service.scheduler.timeline import LEAD_S, LIKELY
 from encoder_service.types import Grid, PatchItem, TowerItem
 from tests.fakes import FakePreprocessor, FakeTower
 from tests.unit.engine.held_launcher import POISON, HeldBatch, HeldLauncher
+from tests.waiting import wait_until
 
 PATCHES = 16
 LOST = torch.AcceleratorError("CUDA error: unspecified launch failure")
@@ -51,7 +51,7 @@ class Rig:
         return self.engine.submit(item, ticket or Ticket(PATCHES))
 
     def batch(self, index: int) -> HeldBatch:
-        until(lambda: len(self.launcher.launched) > index)
+        wait_until(lambda: len(self.launcher.launched) > index)
         return self.launcher.launched[index]
 
 
@@ -61,14 +61,6 @@ def rig() -> Iterator[Rig]:
     yield rig
     rig.launcher.end_all()
     assert rig.engine.stop(10)
-
-
-def until(condition: Callable[[], object]) -> None:
-    for _ in range(5000):
-        if condition():
-            return
-        time.sleep(0.001)
-    raise AssertionError("the condition never came true")
 
 
 def rows_value(future: Future[TowerResult]) -> float:
@@ -98,7 +90,7 @@ def test_batches_are_answered_in_the_order_they_were_launched(rig: Rig) -> None:
     assert not futures[1].done()
     rig.batch(0).end()
     assert [rows_value(future) for future in futures] == [0, 1]
-    until(lambda: len(order) == 2)
+    wait_until(lambda: len(order) == 2)
     assert order == [0, 1]
 
 
@@ -110,7 +102,7 @@ def test_p33_a_poisoned_batch_is_split_while_another_is_in_flight() -> None:
     with rig.engine._lock:  # all four are planned together
         futures = [rig.submit(value) for value in (1.0, POISON, 3.0, 4.0)]
     # The first half fails again; its first item runs beside ``before``, the rest waits for room.
-    until(lambda: len(rig.launcher.launched) == 2)
+    wait_until(lambda: len(rig.launcher.launched) == 2)
     assert rig.launcher.launched[1].values == [1.0]
     rig.launcher.end_all()
     assert rows_value(before) == 9
@@ -143,7 +135,7 @@ def test_p32_p36_a_fault_in_the_wait_fails_everything_once(rig: Rig) -> None:
         with pytest.raises(DeviceFault, match="unspecified launch failure") as caught:
             future.result(10)
         assert caught.value.retryable
-    until(lambda: rig.faults)
+    wait_until(lambda: rig.faults)
     with pytest.raises(DeviceFault):
         rig.submit(5.0)
     rig.batch(1).end(LOST)
@@ -320,7 +312,7 @@ def test_while_the_device_is_busy_a_batch_waits_for_more_items(predicting: Rig) 
     first = rig.submit(1.0)
     rig.batch(0)
     later = [rig.submit(2.0)]
-    until(lambda: rig.engine._is_delaying)
+    wait_until(lambda: rig.engine._is_delaying)
     later.append(rig.submit(3.0))
     assert len(rig.engine._in_flight) == 1
     assert len(rig.engine._waiting) == 2
@@ -335,11 +327,11 @@ def test_a_full_batch_does_not_wait(predicting: Rig) -> None:
     rig.submit(1.0)
     rig.batch(0)
     rig.submit(2.0)
-    until(lambda: rig.engine._is_delaying)
+    wait_until(lambda: rig.engine._is_delaying)
     for value in (3.0, 4.0, 5.0):
         rig.submit(value)
     assert rig.batch(1).values == [2.0, 3.0, 4.0, 5.0]
-    assert len(rig.engine._in_flight) == 2
+    wait_until(lambda: len(rig.engine._in_flight) == 2)
 
 
 def test_a_batch_is_made_before_the_device_needs_it(predicting: Rig) -> None:
@@ -357,7 +349,7 @@ def test_a_stop_ends_the_wait_for_more_items(predicting: Rig) -> None:
     rig.submit(1.0)
     rig.batch(0)
     waiting = rig.submit(2.0)
-    until(lambda: rig.engine._is_delaying)
+    wait_until(lambda: rig.engine._is_delaying)
     rig.launcher.end_all()
     assert rig.engine.stop(60), "the batch was held for minutes"
     with pytest.raises(Draining):

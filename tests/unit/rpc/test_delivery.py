@@ -132,7 +132,12 @@ async def test_p21_above_one_percent_of_losses_rows_go_inline_for_a_second(
     assert await is_placed()
 
 
-async def test_p18_losses_of_one_namespace_leave_the_others_as_they_are(rig: Rig, found: Delivery) -> None:
+async def test_p18_losses_of_one_namespace_leave_the_others_as_they_are(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rig.pipeline, "clock", Clock())
+    found = Delivery(rig.pipeline, rig.metrics)
+
     async def is_placed(namespace: str) -> bool:
         encoded = await rig.pipeline.encode(image(3, side=16), namespace=namespace)
         delivered, place = await found.prepare(encoded, Wanted(namespace, "host", False))

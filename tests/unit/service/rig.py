@@ -18,6 +18,7 @@ from encoder_service.store.embedding_store import EmbeddingStore, Partition, hos
 from encoder_service.types import EncodedFile, Item, Modality
 from tests.fakes import FakePreprocessor, FakeTower, fake_image
 from tests.unit.store.integrity import check_store
+from tests.waiting import PATIENCE_S
 
 
 def memory_store(num_bytes: int = 1 << 20) -> EmbeddingStore:
@@ -91,8 +92,7 @@ def image(value: int = 7, side: int = 4, **fields: object) -> Item:
 
 
 async def until(condition: Callable[[], object]) -> None:
-    for _ in range(2000):
-        if condition():
-            return
+    ends_s = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < ends_s, "the condition never came true"
         await asyncio.sleep(0.001)
-    raise AssertionError("condition never came true")

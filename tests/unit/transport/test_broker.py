@@ -227,7 +227,7 @@ def test_p17_connections_are_bounded_in_all_and_by_namespace() -> None:
 def test_p17_clients_without_a_hello_do_not_keep_others_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(broker_module, "TICK_S", 0.02)
     with (
-        running_broker(limits=BrokerLimits(pending=4, hello_s=0.3)) as broker,
+        running_broker(limits=BrokerLimits(pending=4, hello_s=1.5)) as broker,
         contextlib.ExitStack() as stack,
     ):
         path = broker.options.path
