@@ -49,6 +49,18 @@ def test_p06_sglangs_clips_come_back_as_clips_where_they_are_named() -> None:
     assert restored.tolist() == [1, 900, 901, 901, 2]
 
 
+def test_p06_a_placeholder_outside_the_vocabulary_never_leaves() -> None:
+    """Kimi's nominal video id is 163840 with a vocabulary of 163840 ids."""
+    restored = restore_placeholders(
+        [5, 163_840],
+        scheme=PadScheme.TOKENSPEED,
+        image_placeholder_id=163_605,
+        video_placeholder_id=163_840,
+        vocab_size=163_840,
+    )
+    assert restored.tolist() == [5, 163_605]
+
+
 def test_p06_unknown_ids_are_refused() -> None:
     kwargs = {"scheme": PadScheme.SGLANG, "image_placeholder_id": IMAGE, "vocab_size": VOCAB}
     with pytest.raises(InvalidRequest, match=r"1 of 2 are neither .* 1000; the first is 5000"):
