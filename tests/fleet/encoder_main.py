@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 import time
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,15 @@ def become_encoder(log: Path, settings: dict[str, Any]) -> None:
     leave(code)
 
 
+def is_first(folder: Path, data: bytes) -> bool:
+    """Whether no encoder with logs in this folder was asked for the file before."""
+    try:
+        (folder / f"{zlib.crc32(data):08x}.held").touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
 def patch(crashes: Path) -> None:
     """Marks in a file's bytes have their effect when it is decoded; SIGUSR1 turns the delay on and off."""
     load, encode = Preprocessor.load, Pipeline.encode
@@ -84,7 +94,7 @@ def patch(crashes: Path) -> None:
             with crashes.open("a") as file:
                 file.write("asked\n")
             os.kill(os.getpid(), signal.SIGKILL)
-        if HOLD in data:
+        if HOLD in data and is_first(crashes.parent, data):
             time.sleep(int(data.partition(HOLD)[2][:2]))
         return load(self, item)
 

@@ -129,6 +129,10 @@ class Fleet:
         wait_until(is_busy, "a call at any replica")
         return found[0]
 
+    def num_held(self) -> int:
+        """Files whose decoding an encoder has held, or holds now."""
+        return len(list(self.folder.glob("*.held")))
+
     def counters(self) -> Counter[str]:
         """Envoy's counters of the cluster of encoders, summed over the gateways."""
         total: Counter[str] = Counter()

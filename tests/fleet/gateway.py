@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import time
 import urllib.request
@@ -22,6 +21,7 @@ from typing import Any, Self
 import yaml
 
 from tests.fleet.encoders import ROOT
+from tests.ports import free_port
 from tests.programs import program
 from tests.waiting import wait_until
 
@@ -31,15 +31,7 @@ CARES = "envoy.network.dns_resolver.cares"
 CARES_TYPE = "type.googleapis.com/envoy.extensions.network.dns_resolver.cares.v3.CaresDnsResolverConfig"
 STOP_S = 20.0
 ADMIN_S = 5.0
-TIME_FORMAT = "%Y-%m-%dT%H:%M:%S.%f"
 Change = Callable[[dict[str, Any]], None]
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-    return port
 
 
 def part(config: Mapping[str, Any], kind: str, name: str) -> dict[str, Any]:
@@ -109,6 +101,7 @@ class Gateway:
         """Returns once it answers, which it does after the first round of health checks."""
         command = [program("envoy"), "--config-path", str(self._config), "--concurrency", "2"]
         command += ["--disable-hot-restart", "--log-level", "warning", "--log-path", str(self._log)]
+        command += ["--file-flush-interval-msec", "200"]  # by default entries come ten seconds late
         with self._calls.open("ab") as calls:
             self._process = subprocess.Popen(command, stdout=calls, stderr=calls, cwd=os.sep)
         wait_until(self._is_ready, "the gateway")
@@ -180,13 +173,19 @@ class Gateway:
         return AccessLog(self._calls)
 
 
+def now_text() -> str:
+    """As Envoy writes the time at which a call began: in whole milliseconds."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
 class AccessLog:
     """Reads the entries of calls that began later than the reader. Envoy writes entries within a second."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._read_bytes = path.stat().st_size
-        self._began = datetime.now(UTC).strftime(TIME_FORMAT)
+        self._made = now_text()
+        wait_until(lambda: now_text() > self._made, "the next millisecond")
 
     def read(self) -> list[dict[str, Any]]:
         """Those that are new since the last time."""
@@ -196,4 +195,4 @@ class AccessLog:
         whole = whole[: whole.rfind(b"\n") + 1]
         self._read_bytes += len(whole)
         entries = [json.loads(line) for line in whole.splitlines() if line.startswith(b"{")]
-        return [one for one in entries if one["time"] >= self._began]
+        return [one for one in entries if one["time"] > self._made]

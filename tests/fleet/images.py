@@ -16,7 +16,7 @@ from PIL import Image
 CRASH = b"fleet-crash"
 """In a file: its encoder dies when it decodes it."""
 HOLD = b"fleet-hold:"
-"""In a file, with two digits after it: decoding takes that many seconds more."""
+"""In a file, with two digits after it: decoding takes that many seconds more, the first time in the fleet."""
 SIDE = 32
 MIB = 1 << 20
 END_CHUNK_BYTES = 12

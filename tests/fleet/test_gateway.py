@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from lm_adapter import ImageItem, VisionEncoderClient
+from tests.fleet.caller_main import TOLERANCE
 from tests.fleet.fleet import READY_S, Fleet
 from tests.fleet.frames import GRPC_HEADERS, SERVER_INFO_PATH, RawCaller
 from tests.fleet.gateway import NAME, AccessLog, Gateway, dict_of, part
@@ -188,18 +189,19 @@ def test_vllms_connector_reads_rows_through_the_gateway(fleet: Fleet, checkpoint
     fleet.start_again(lost)
     fleet.wait_members()
     for image, rows in zip(images, fleet.encode(files), strict=True):
-        assert all(torch.equal(cache[image.identifier], rows.torch()) for cache in caches)
+        for cache in caches:  # rows' last bits depend on the batch that they were encoded in
+            torch.testing.assert_close(cache[image.identifier], rows.torch(), rtol=TOLERANCE, atol=TOLERANCE)
 
 
 def test_a_body_too_large_to_be_kept_for_a_retry_may_be_sent_again_by_the_caller(tmp_path: Path) -> None:
     """The first try has ended before the whole body is there. Here no replica accepts a connection, and the
-    second try comes late."""
+    second try, which comes at a random time within the interval, is late."""
 
     def change(config: dict[str, Any]) -> None:
         del part(config, "clusters", "encoders")["health_checks"]
         manager = dict_of(part(config, "listeners", "calls")["filter_chains"][0]["filters"][0])
         route = manager["typed_config"]["route_config"]["virtual_hosts"][0]["routes"][-1]["route"]
-        route["retry_policy"]["retry_back_off"] = {"base_interval": "60s", "max_interval": "60s"}
+        route["retry_policy"]["retry_back_off"] = {"base_interval": "10000000s", "max_interval": "10000000s"}
 
     with NameServer(NAME) as names, Gateway(tmp_path, names.port, change=change) as gateway:
         names.addresses = ("127.18.0.1", "127.18.0.2")
