@@ -48,29 +48,18 @@ def test_an_item_of_a_grid_that_no_tower_has_is_refused(grid: tuple[int, ...]) -
         item_of(grid, Modality.IMAGE)
 
 
-def test_p05_an_expanded_run_is_one_item() -> None:
-    ids = [1, *[IMAGE] * 5, 2]
-    prompt = expand_placeholders(ids, [image(5)])
-    assert prompt.ids.tolist() == ids
-    assert segments(prompt) == [[(1, 5)]]
-    with pytest.raises(InvalidRequest) as caught:
-        expand_placeholders(ids, [image(7)])
-    assert caught.value.reason == "PLACEHOLDER_MISMATCH"
-    assert "5 placeholders found" in str(caught.value)
-    assert "7 rows" in str(caught.value)
-
-
 @pytest.mark.parametrize(
     ("ids", "items", "found", "needed"),
     [
         ([1, 2], [image(7)], "0 placeholders", "7 rows"),
         ([IMAGE], [], "1 placeholders", "0 rows"),
+        ([1, *[IMAGE] * 5, 2], [image(7)], "5 placeholders", "7 rows"),
         ([IMAGE, 1, IMAGE], [image(4)], "2 placeholders", "4 rows"),
         ([VIDEO, IMAGE], [image(2), clip(2)], "1 placeholders", "2 rows"),
         ([IMAGE] * 3, [image(2), image(4), image(4), image(4)], "3 placeholders", "14 rows"),
     ],
 )
-def test_mismatch_gives_both_numbers(
+def test_p05_mismatch_gives_both_numbers(
     ids: list[int], items: list[PromptItem], found: str, needed: str
 ) -> None:
     with pytest.raises(InvalidRequest, match=f"{found}.*{needed}") as caught:

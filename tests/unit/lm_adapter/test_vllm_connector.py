@@ -60,22 +60,32 @@ class Tracker:
         assert (identifiers, scheduled) == (["freed"], {"r": 7})
 
 
+def connector_of(tracker: Tracker, *, num_in_flight: int = 0, may_wait: bool = True) -> Any:
+    """The methods, as they are after a start."""
+    connector: Any = object.__new__(ConnectorMethods)
+    connector._num_idle, connector._num_in_flight, connector._may_wait = 0, num_in_flight, may_wait
+    connector._idle_since_s, connector._tracker = 0.0, tracker
+    return connector
+
+
+def scheduled(num_tokens: int) -> Any:
+    """What vLLM's scheduler made of a pass."""
+    return SimpleNamespace(
+        total_num_scheduled_tokens=num_tokens,
+        scheduled_encoder_inputs={"x": [0]} if num_tokens else {},
+        free_encoder_mm_hashes=["freed"],
+        num_scheduled_tokens={"r": 7},
+    )
+
+
 @pytest.mark.parametrize("may_wait", [True, False])
 def test_only_steps_with_none_in_flight_wait(may_wait: bool) -> None:
     """Two steps may be in flight. What leaves with steps leaves then at the latest."""
-    connector: Any = object.__new__(ConnectorMethods)
-    connector._num_idle, connector._num_in_flight, connector._may_wait = 0, 2, may_wait
-    connector._idle_since_s, connector._tracker = 0.0, (tracker := Tracker())
+    tracker = Tracker()
+    connector = connector_of(tracker, num_in_flight=2, may_wait=may_wait)
     idle = ["flush", *["wait"] * may_wait, "empty"]
     for num_tokens, calls in ((0, ["empty"]), (0, ["empty"]), (0, idle), (7, ["x", "step"]), (0, ["empty"])):
-        inputs = {"x": [0]} if num_tokens else {}
-        output = SimpleNamespace(
-            total_num_scheduled_tokens=num_tokens,
-            scheduled_encoder_inputs=inputs,
-            free_encoder_mm_hashes=["freed"],
-            num_scheduled_tokens={"r": 7},
-        )
-        step = connector.build_connector_meta(output)
+        step = connector.build_connector_meta(scheduled(num_tokens))
         assert step.hand_over == ([(1, "kept")] if num_tokens else [])
         assert tracker.calls == calls
         tracker.calls.clear()
@@ -83,20 +93,13 @@ def test_only_steps_with_none_in_flight_wait(may_wait: bool) -> None:
 
 def test_the_longer_nothing_runs_the_longer_a_step_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """A request that comes meanwhile waits for half of that time at most."""
-    connector: Any = object.__new__(ConnectorMethods)
-    connector._num_idle, connector._num_in_flight, connector._may_wait = 0, 0, True
-    connector._idle_since_s, connector._tracker = 0.0, (tracker := Tracker())
+    tracker = Tracker()
+    connector = connector_of(tracker)
     now_s = 100.0
     monkeypatch.setattr(connector_module, "time", SimpleNamespace(monotonic=lambda: now_s))
-    empty = SimpleNamespace(
-        total_num_scheduled_tokens=0,
-        scheduled_encoder_inputs={},
-        free_encoder_mm_hashes=["freed"],
-        num_scheduled_tokens={"r": 7},
-    )
     for seconds in (0.0, 0.004, 0.02, 0.05, 10.0):
         now_s = 100.0 + seconds
-        connector.build_connector_meta(empty)
+        connector.build_connector_meta(scheduled(0))
     assert tracker.waits_s == pytest.approx([MIN_IDLE_S, MIN_IDLE_S, 0.01, 0.025, MAX_IDLE_S])
 
 
@@ -265,36 +268,27 @@ class Endless:
             self.was_cancelled.set()
 
 
-def test_a_cancelled_call_ends_without_an_entry(new_calls: NewCalls) -> None:
-    calls, call, handle = new_calls(), Endless(), Handle()
+@pytest.mark.parametrize("has_begun", [True, False])
+def test_p17_a_cancelled_call_ends_without_an_entry_and_leaves_nothing(
+    has_begun: bool, new_calls: NewCalls
+) -> None:
+    calls, call, handle, may_go_on = new_calls(), Endless(), Handle(), threading.Event()
+    if not has_begun:
+        calls.on_loop(may_go_on.wait, PATIENCE_S)
     calls.start(handle, call)
-    assert call.has_begun.wait(PATIENCE_S)
+    if has_begun:
+        assert call.has_begun.wait(PATIENCE_S)
     calls.cancel(Handle())  # of no call
     calls.cancel(handle)
-    assert call.was_cancelled.wait(PATIENCE_S)
+    may_go_on.set()
     pass_time_on_loop(calls)
+    assert call.has_begun.is_set() == call.was_cancelled.is_set() == has_begun
     assert not calls.ended
     gone = weakref.ref(handle)
     del handle
     gc.collect()
     assert gone() is None
     assert outcome_of(calls, Answers(7)) == 7
-
-
-def test_p17_a_call_that_is_cancelled_before_it_begins_leaves_nothing(new_calls: NewCalls) -> None:
-    calls, call, handle = new_calls(), Endless(), Handle()
-    may_go_on = threading.Event()
-    calls.on_loop(may_go_on.wait, PATIENCE_S)
-    calls.start(handle, call)
-    calls.cancel(handle)
-    may_go_on.set()
-    pass_time_on_loop(calls)
-    assert not calls.ended
-    assert not call.has_begun.is_set()
-    gone = weakref.ref(handle)
-    del handle
-    gc.collect()
-    assert gone() is None
 
 
 def test_a_call_may_be_waited_for_by_its_caller_alone(new_calls: NewCalls) -> None:
@@ -310,21 +304,16 @@ def test_a_call_may_be_waited_for_by_its_caller_alone(new_calls: NewCalls) -> No
     assert not calls.ended
 
 
-def test_closing_ends_a_call_that_is_waited_for(new_calls: NewCalls) -> None:
-    calls, call = new_calls(), Endless()
-    asked = calls.ask(call)
-    assert call.has_begun.wait(PATIENCE_S)
-    calls.close()
-    with pytest.raises(CancelledError):
-        asked.result(PATIENCE_S)
-
-
 def test_closing_cancels_calls_and_is_harmless_when_repeated(new_calls: NewCalls) -> None:
-    calls, call = new_calls(), Endless()
+    calls, started, waited_for = new_calls(), Endless(), Endless()
     assert outcome_of(calls, Answers(7)) == 7  # now there is a client to close
-    calls.start("image", call)
-    assert call.has_begun.wait(PATIENCE_S)
+    calls.start("image", started)
+    asked = calls.ask(waited_for)
+    for call in (started, waited_for):
+        assert call.has_begun.wait(PATIENCE_S)
     for _ in range(2):
         calls.close()
-    assert call.was_cancelled.is_set()
+    assert started.was_cancelled.is_set()
     assert not calls.ended
+    with pytest.raises(CancelledError):
+        asked.result(PATIENCE_S)
