@@ -17,6 +17,7 @@ from lm_adapter.errors import InvalidRequest, InvalidRows
 from lm_adapter.items import Grid, Modality
 from lm_adapter.types import EncodedRows
 from tests.parity.full_model import VISION_END, VISION_START, FullModel, Picture
+from tests.parity.tower_cases import assert_close
 
 RELATIVE = 1e-5
 """Norm of the difference over norm of the full model's logits, in float32."""
@@ -54,18 +55,6 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Pair(family, FullModel(family, checkpoint), load_language_model(checkpoint))
 
 
-def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    assert found.shape == expected.shape
-    assert found.isfinite().all()
-    return float((found.double() - expected.double()).norm() / expected.double().norm())
-
-
-def assert_close(what: str, found: torch.Tensor, expected: torch.Tensor) -> None:
-    relative = relative_error(found, expected)
-    print(f"parity {what}: max abs {float((found - expected).abs().max()):.2e}, relative {relative:.2e}")
-    assert relative < RELATIVE
-
-
 def pictures_for(pair: Pair, name: str) -> list[Picture]:
     image, video = Modality.IMAGE, Modality.VIDEO
     cases: dict[str, list[tuple[tuple[int, int, int], Modality]]] = {
@@ -99,8 +88,8 @@ def test_logits_and_greedy_tokens_equal_the_full_models(pair: Pair, case: str, e
     prompt = remote_prompt(pair, ids)
     found = pair.remote.prefill([prompt], [items], all_logits=True)
     assert found.prompt_logits_NV is not None
-    assert_close(f"{pair.family} {case}", found.prompt_logits_NV[0], expected)
-    assert_close(f"{pair.family} {case} last", found.logits_BV[0], expected[-1])
+    assert_close(f"{pair.family} {case}", found.prompt_logits_NV[0], expected, RELATIVE)
+    assert_close(f"{pair.family} {case} last", found.logits_BV[0], expected[-1], RELATIVE)
     (tokens,) = pair.remote.generate([prompt], [items], max_new_tokens=5)
     assert tokens == pair.full.greedy(ids, pictures, 5)
     if not ends_in_vision or pair.full.is_kimi:
@@ -121,7 +110,7 @@ def test_p02_a_batch_of_different_prompts_equals_each_alone(pair: Pair) -> None:
         found = pair.remote.prefill(ids, items, chunk_size=chunk_size, all_logits=True)
         assert found.prompt_logits_NV is not None
         for case, logits, whole in zip(cases, found.prompt_logits_NV, expected, strict=True):
-            assert_close(f"{pair.family} batch {case} chunk {chunk_size}", logits, whole)
+            assert_close(f"{pair.family} batch {case} chunk {chunk_size}", logits, whole, RELATIVE)
         assert pair.remote.generate(ids, items, max_new_tokens=4, chunk_size=chunk_size) == greedy
 
 
@@ -134,15 +123,13 @@ def test_p04_prefill_in_chunks_of_any_size_equals_prefill_in_one_and_decodes_by_
     assert whole.prompt_logits_NV is not None
     token = int(whole.logits_BV.argmax())
     after = pair.full.logits([*ids, token], pictures)[-1]
-    worst = 0.0
     for chunk_size in (1, 2, 3, 5, 8, 13, len(ids) - 1, len(ids)):
         found = pair.remote.prefill([ids], [items], chunk_size=chunk_size, all_logits=True)
         assert found.prompt_logits_NV is not None
-        worst = max(worst, relative_error(found.prompt_logits_NV[0], whole.prompt_logits_NV[0]))
+        what = f"{pair.family} in chunks of {chunk_size}"
+        assert_close(what, found.prompt_logits_NV[0], whole.prompt_logits_NV[0], RELATIVE)
         assert found.deltas == whole.deltas
-        worst = max(worst, relative_error(pair.remote.decode(found, [token])[0], after))
-    print(f"parity {pair.family} chunks: relative {worst:.2e}")
-    assert worst < RELATIVE
+        assert_close(f"{what} decode", pair.remote.decode(found, [token])[0], after, RELATIVE)
 
 
 def test_results_of_the_client_are_items(pair: Pair) -> None:

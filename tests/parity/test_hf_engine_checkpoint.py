@@ -17,6 +17,7 @@ from lm_adapter.engines.hf import RemoteVisionLM, load_language_model
 from lm_adapter.engines.hf_checkpoint import vision_interface
 from lm_adapter.errors import InvalidRequest
 from tests.parity.reference import import_reference
+from tests.parity.tower_cases import assert_close
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -144,9 +145,7 @@ def test_bfloat16(published: Path) -> None:
     assert model.dtype == model.head_VD.dtype == torch.bfloat16
     assert model.language_model.rotary_emb.inv_freq.dtype == torch.float32
     expected = logits(load_language_model(published))
-    relative = (logits(model).float() - expected).norm() / expected.norm()
-    print(f"{published.name} bfloat16 against float32: relative {float(relative):.2e}")
-    assert relative < 0.1
+    assert_close(f"{published.name} bfloat16 against float32", logits(model), expected, 0.1)
 
 
 def test_kimi_placeholders_in_both_spellings() -> None:
@@ -220,7 +219,7 @@ def test_mixtures_of_experts_in_every_layout(
     assert found is not None
     with torch.no_grad():
         expected = full(input_ids=torch.tensor([ids])).logits[0]
-    assert (found[0] - expected).norm() / expected.norm() < 1e-5
+    assert_close(family, found[0], expected, 1e-5)
 
 
 def test_a_mixture_with_an_incomplete_expert_is_refused(tmp_path: Path) -> None:

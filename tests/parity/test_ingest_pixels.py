@@ -147,18 +147,19 @@ def test_kimi_on_random_sizes(saved: Callable[[Any, str], Preprocessor]) -> None
         check(preprocessor, reference, picture(height, width), options, max_patches=patches, size=size)
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5"])
-def test_qwen_at_published_settings(family: str, saved: Callable[[Any, str], Preprocessor]) -> None:
-    reference = qwen_reference()
+QWEN_SIZES = [(1080, 1920), (1, 1), (255, 257), (256, 256), (5, 900), (1000, 5), (37, 2049)]
+KIMI_SIZES = [(1080, 1920), (1, 1), (7168, 3), (3, 7169), (1, 65535), (65535, 1), (900, 3999)]
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes"), [("qwen3_vl", QWEN_SIZES), ("qwen3_5", QWEN_SIZES), ("kimi_k25", KIMI_SIZES)]
+)
+def test_published_settings(
+    family: str, sizes: list[tuple[int, int]], saved: Callable[[Any, str], Preprocessor]
+) -> None:
+    reference = kimi_reference() if family == "kimi_k25" else qwen_reference()
     preprocessor = saved(reference, family)
-    for height, width in [(1080, 1920), (1, 1), (255, 257), (256, 256), (5, 900), (1000, 5), (37, 2049)]:
-        check(preprocessor, reference, picture(height, width))
-
-
-def test_kimi_at_published_settings(saved: Callable[[Any, str], Preprocessor]) -> None:
-    reference = kimi_reference()
-    preprocessor = saved(reference, "kimi_k25")
-    for height, width in [(1080, 1920), (1, 1), (7168, 3), (3, 7169), (1, 65535), (65535, 1), (900, 3999)]:
+    for height, width in sizes:
         check(preprocessor, reference, picture(height, width))
 
 

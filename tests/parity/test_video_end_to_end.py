@@ -23,6 +23,7 @@ from lm_adapter.types import EncodedRows
 from tests.integration.conftest import RunningService, running
 from tests.parity.full_model import FullModel, Picture
 from tests.parity.reference import import_reference
+from tests.parity.tower_cases import assert_close
 from tests.unit.ingest import clip_files, image_files
 
 RELATIVE = 1e-5
@@ -56,12 +57,12 @@ class Served:
         ]
         return torch.cat([item.rows for item in items])
 
-    def reference(self, data: bytes, path: Path, **options: Any) -> tuple[torch.Tensor, list[Grid], Any]:
+    def reference(self, data: bytes, path: Path, fps: float) -> tuple[torch.Tensor, list[Grid], Any]:
         """(pixels [P, patch_dim], grids, metadata) of a file by the reference's reader and processor."""
         from transformers.video_utils import load_video
 
         path.write_bytes(data)
-        sample = partial(self.processor.sample_frames, **{"fps": 2, **options})
+        sample = partial(self.processor.sample_frames, fps=fps)
         frames, metadata = load_video(str(path), backend="pyav", sample_indices_fn=sample)
         batch = self.processor(
             videos=[torch.from_numpy(frames).permute(0, 3, 1, 2)],
@@ -88,46 +89,9 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
             yield Served(family, checkpoint, service)
 
 
-def assert_close(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
-    assert found.shape == expected.shape, what
-    relative = float((found.double() - expected.double()).norm() / expected.double().norm())
-    print(f"parity {what}: relative {relative:.2e}")
-    assert relative < RELATIVE, (what, relative)
-
-
 def clip_of(served: Served, num_frames: int | None = None) -> bytes:
     frames = clip_files.moving(num_frames or random.randint(30, 60), 64, 96)
     return clip_files.encode(frames, "h264.mp4", fps=FPS, key_every=7)
-
-
-def test_rows_of_a_file_equal_the_reference_towers(served: Served, tmp_path: Path) -> None:
-    data = clip_of(served)
-    pixels, grids, metadata = served.reference(data, tmp_path / "clip.mp4")
-    with VisionEncoderClient(served.service.target) as client:
-        rows = client.encode_one(ClipItem(data))
-    assert_close(rows.torch(), served.rows(pixels, grids), served.family)
-    assert list(rows.timestamps_s) == metadata.timestamps
-    if served.family == "kimi_k25":
-        assert list(rows.chunk_grids) == grids
-        assert rows.grid_thw == (sum(grid.t for grid in grids), *grids[0][1:])
-    else:
-        assert [rows.grid_thw] == grids
-        assert rows.chunk_grids == ()
-
-
-def test_options_sample_as_the_references_do_and_name_other_rows(served: Served, tmp_path: Path) -> None:
-    """p11: the key covers sampling."""
-    data = clip_of(served)
-    options = PreprocessOptions(fps=1.5)
-    pixels, grids, metadata = served.reference(data, tmp_path / "clip.mp4", fps=1.5)
-    with VisionEncoderClient(served.service.target) as client:
-        plain, sampled = client.encode([ClipItem(data), ClipItem(data, options=options)])
-    assert isinstance(plain, EncodedRows)
-    assert isinstance(sampled, EncodedRows)
-    assert plain.key != sampled.key
-    assert plain.content_digest == sampled.content_digest
-    assert list(sampled.timestamps_s) == metadata.timestamps
-    assert_close(sampled.torch(), served.rows(pixels, grids), served.family)
 
 
 def test_frames_give_the_rows_of_their_file(served: Served) -> None:
@@ -139,7 +103,7 @@ def test_frames_give_the_rows_of_their_file(served: Served) -> None:
         places = [round(at_s * FPS) for at_s in of_file.timestamps_s]
         of_sampled = client.encode_one(FramesItem(frames[places], timestamps_s=of_file.timestamps_s))
     for other in (of_array, of_sampled):
-        assert_close(other.torch(), of_file.torch(), served.family)
+        assert_close(served.family, other.torch(), of_file.torch(), RELATIVE)
         assert other.timestamps_s == of_file.timestamps_s
         assert other.chunk_grids == of_file.chunk_grids
         assert other.key != of_file.key
@@ -155,7 +119,7 @@ def test_p28_images_and_clips_of_one_call_are_what_they_are_alone(served: Served
         together = client.encode([image, clip, image, clip])
     for found, expected in zip(together, alone * 2, strict=True):
         assert isinstance(found, EncodedRows)
-        assert_close(found.torch(), expected.torch(), served.family)
+        assert_close(served.family, found.torch(), expected.torch(), RELATIVE)
 
 
 def prompt_of(served: Served, rows: EncodedRows, metadata: Any) -> list[int]:
@@ -179,15 +143,28 @@ def prompt_of(served: Served, rows: EncodedRows, metadata: Any) -> list[int]:
     return ids
 
 
-def test_p07_a_prompt_built_from_the_result_is_the_references(served: Served, tmp_path: Path) -> None:
-    """Ids, positions and logits: timestamps of the frames sampled between the rows of a clip."""
+@pytest.mark.parametrize("fps", [2.0, 1.5])
+def test_p07_p11_a_file_gives_the_references_rows_and_prompt(
+    served: Served, tmp_path: Path, fps: float
+) -> None:
+    """Rows, ids, positions and logits: timestamps of the frames sampled between the rows of a clip. fps: of
+    the request; 2 is the default, and the key covers it."""
     data = clip_of(served, random.randint(25, 40))
-    pixels, grids, metadata = served.reference(data, tmp_path / "clip.mp4")
+    pixels, grids, metadata = served.reference(data, tmp_path / "clip.mp4", fps)
+    options = PreprocessOptions(fps=None if fps == 2.0 else fps)
     with VisionEncoderClient(served.service.target) as client:
-        rows = client.encode_one(ClipItem(data))
+        plain, rows = client.encode([ClipItem(data), ClipItem(data, options=options)])
+    assert isinstance(plain, EncodedRows)
+    assert isinstance(rows, EncodedRows)
+    assert (plain.key == rows.key) == (fps == 2.0)
+    assert plain.content_digest == rows.content_digest
+    assert list(rows.timestamps_s) == metadata.timestamps
+    is_kimi = served.family == "kimi_k25"
+    assert list(rows.chunk_grids) == (grids if is_kimi else [])
+    assert rows.grid_thw == (sum(grid.t for grid in grids), *grids[0][1:])
+    assert_close(served.family, rows.torch(), served.rows(pixels, grids), RELATIVE)
     full, remote = served.full, load_language_model(served.checkpoint)
     ids = prompt_of(served, rows, metadata)
-    is_kimi = served.family == "kimi_k25"
     pieces = grids if is_kimi else [rows.grid_thw]
     pictures, items = [], []
     parts = pixels.split([grid.num_patches for grid in pieces])
@@ -199,4 +176,5 @@ def test_p07_a_prompt_built_from_the_result_is_the_references(served: Served, tm
     for chunk_size in (None, 7):
         found = remote.prefill([prompt], [items], chunk_size=chunk_size, all_logits=True)
         assert found.prompt_logits_NV is not None
-        assert_close(found.prompt_logits_NV[0], full.logits(ids, pictures), f"logits of {served.family}")
+        expected = full.logits(ids, pictures)
+        assert_close(f"logits of {served.family}", found.prompt_logits_NV[0], expected, RELATIVE)

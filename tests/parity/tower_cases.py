@@ -43,6 +43,13 @@ def report(what: str, figures: Errors) -> None:
     print(f"parity {what}: max abs {figures.max_abs:.2e}, relative {figures.relative:.2e}")
 
 
+def assert_close(what: str, found: torch.Tensor, expected: torch.Tensor, relative: float) -> None:
+    """Also refuses what is not finite."""
+    figures = errors(found, expected)
+    report(what, figures)
+    assert figures.relative < relative, what
+
+
 def fresh_seed() -> int:
     """A new seed each run; printed, so that a failure shows it and it can be put in its place."""
     seed = secrets.randbelow(2**31)
