@@ -114,8 +114,8 @@ class Broker:
         self.instance_id = instance_id
         self.layout_version = LAYOUT_VERSION
         self.refusal: broker_pb2.BrokerRefused | None = None
-        self.num_hellos = 0
         self.tokens: list[str] = []
+        """Of each hello."""
         self._connections: list[socket.socket] = []
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(str(path))
@@ -162,7 +162,6 @@ class Broker:
         arena = self.arena
         match request.WhichOneof("request"):
             case "hello":
-                self.num_hellos += 1
                 self.tokens.append(request.hello.token)
                 if self.refusal is not None:
                     return broker_pb2.BrokerReply(refused=self.refusal), ()

@@ -30,8 +30,6 @@ def test_an_object_gives_the_settings() -> None:
         ("{", "no JSON"),
         ('["10.0.0.1:50051"]', "holds a list"),
         ("{}", "has no target"),
-        ('{"target": "a:1", "targets": 1}', "targets"),
-        ('{"target": "a:1", "timeout_s": "4"}', "timeout_s"),
         ('{"target": "a:1", "max_resident_bytes": 1}', "max_resident_bytes"),
         ('{"target": "a:1", "token_file": "/nonexistent"}', "/nonexistent"),
     ],
