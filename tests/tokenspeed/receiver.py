@@ -31,7 +31,7 @@ from vision_encoder.tokenspeed import tokenspeed_scheduler_pb2 as scheduler
 
 PACKAGES = ("tokenspeed_kernel", "tokenspeed_triton")
 POOL_ROWS = 1 << 15
-WAIT_S = 10.0
+WAIT_S = 20.0
 
 
 class Anything:

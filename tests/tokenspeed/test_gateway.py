@@ -86,11 +86,11 @@ def test_a_clip(
 def test_p25_64_requests_at_once(
     gateways: dict[str, Gateway], prefill: PrefillWorker, towers: dict[str, Tower]
 ) -> None:
-    """Of 16 images, over two encoders: each is encoded once by an encoder at most."""
+    """Of 32 images, over two encoders: each is encoded once by an encoder at most."""
     gateway, before = gateways["qwen3_vl"], set(gateways["qwen3_vl"].sent)
-    images = [jpeg(100 + seed, 160, 128) for seed in range(16)]
+    images = [jpeg(1000 + seed, 160, 128) for seed in range(32)]
     with ThreadPoolExecutor(NUM_REQUESTS) as pool:
-        answers = list(pool.map(gateway.ask, images * (NUM_REQUESTS // 16)))
+        answers = list(pool.map(gateway.ask, images * (NUM_REQUESTS // 32)))
     assert Counter(answer.status_code for answer in answers) == {200: NUM_REQUESTS}
     rooms = [room for room in gateway.sent if room not in before]
     assert len(rooms) == NUM_REQUESTS
@@ -176,9 +176,9 @@ def test_an_encoder_is_killed_meanwhile(
     with ThreadPoolExecutor(8) as pool:
         before = list(pool.map(ask, range(8)))
         gateway.encoders[1].kill()
-        during = list(pool.map(ask, range(8, 24)))
+        during = list(pool.map(ask, range(8, 56)))
     assert set(before) == {200}
-    assert during.count(200) >= 4, during
+    assert during.count(200) >= 12, during  # those for the other one, and all once the gateway has noticed
     while {ask(300 + seed) for seed in range(6)} != {200}:
         assert time.monotonic() < ends_s, "the gateway still asks the dead encoder"
     assert gateway.encoders[0].is_running
