@@ -31,10 +31,7 @@ CLIP = {"image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862
 HALF = {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}
 NUM_RANDOM = 120
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning"),
-    pytest.mark.usefixtures("one_thread"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 
 
 @cache

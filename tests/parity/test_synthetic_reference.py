@@ -22,8 +22,6 @@ MODEL_CLASSES = {
 }
 TOWER_PREFIXES = ("model.visual.", "model.vision_tower.", "model.mm_projector.")
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def reference_config(checkpoint: Path) -> Any:
     """The reference's config. Its Kimi class knows its own spelling only and keeps its defaults where it

@@ -27,10 +27,7 @@ HALF = {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}
 QWEN_SIZE = {"shortest_edge": 4 * 32 * 32, "longest_edge": 40 * 32 * 32}
 FAMILIES = ("qwen3_vl", "qwen3_5", "kimi_k25")
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning"),
-    pytest.mark.usefixtures("one_thread"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 
 
 @cache

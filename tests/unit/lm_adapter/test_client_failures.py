@@ -72,6 +72,12 @@ def open_client(fake: FakeEncoder) -> Iterator[Open]:
         yield open_driver
 
 
+def nobody() -> str:
+    """A target where no server listens."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return f"127.0.0.1:{taken.getsockname()[1]}"
+
+
 def after(delay_s: float, action: Callable[[], object]) -> threading.Timer:
     timer = threading.Timer(delay_s, action)
     timer.start()
@@ -264,11 +270,10 @@ def test_a_server_that_came_back_is_asked_anew_who_it_is(fake: FakeEncoder, open
 
 
 def test_nobody_there_is_unavailable_at_once(open_client: Open) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    target = nobody()
     started = time.monotonic()
-    with pytest.raises(EncoderUnavailable, match=f"127.0.0.1:{port}"):
-        open_client(f"127.0.0.1:{port}").call("encode_one", image(0))
+    with pytest.raises(EncoderUnavailable, match=target):
+        open_client(target).call("encode_one", image(0))
     assert time.monotonic() - started < 5
 
 
@@ -322,21 +327,19 @@ def test_a_replaced_model_is_noticed_after_one_refusal(fake: FakeEncoder, open_c
 
 
 def test_wait_ready_waits_for_the_server_and_for_its_health(open_client: Open) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-    encoder = FakeEncoder(f"127.0.0.1:{port}")
+    encoder = FakeEncoder(nobody())
     encoder.script.serving = False
     client = open_client(encoder.target)
     with pytest.raises(DeadlineExceeded, match=r"not ready within 0\.3 s"):
         client.call("wait_ready", 0.3)
     try:
+        started = time.monotonic()
         after(0.2, encoder.start)
 
         def serve() -> None:
             encoder.script.serving = True
 
         after(0.8, serve)
-        started = time.monotonic()
         assert client.call("wait_ready", 15.0).server_version == "fake"
         assert time.monotonic() - started > 0.7
         encoder.script.serving = False
@@ -358,10 +361,8 @@ def test_a_closed_client_says_so(open_client: Open) -> None:
 
 def test_closing_ends_the_calls_of_every_thread_wherever_they_wait(fake: FakeEncoder, tmp_path: Path) -> None:
     fake.script.faults[digest_of(0)] = Fault.HANG
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        nobody = f"127.0.0.1:{taken.getsockname()[1]}"
     for_answer = VisionEncoderClient(fake.target)
-    for_server = VisionEncoderClient(nobody)
+    for_server = VisionEncoderClient(nobody())
     broker = socket.socket(socket.AF_UNIX)  # takes connections and never answers
     broker.bind(str(tmp_path / "broker.sock"))
     broker.listen()

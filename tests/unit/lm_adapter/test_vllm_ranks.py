@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from lm_adapter.engines.plugin.geometry import Geometry
-from lm_adapter.engines.vllm.link import StepRows
 from lm_adapter.engines.vllm.ranks import RankReader
 from lm_adapter.engines.vllm.settings import Settings
 from tests.waiting import wait_until
@@ -48,18 +47,3 @@ def test_p39_a_device_without_an_index_is_the_workers_current_one(
     finally:
         reader.close()
     assert not reader._thread.is_alive()
-
-
-def test_rows_of_the_cpu_need_no_stream() -> None:
-    reader = RankReader(SETTINGS, GEOMETRY, torch.device("cpu"), secrets.token_hex(8))
-    try:
-        assert reader._stream is None
-        rows, cache = torch.zeros(3, 12), dict[str, Any]()
-        reader._rows = {7: rows, 8: torch.ones(1, 12)}
-        reader.begin_step(StepRows([(7, "image")], [8]), cache)
-        assert cache.keys() == {"image"}
-        assert cache["image"] is rows
-        assert reader._rows.keys() == {7}
-    finally:
-        reader.close()
-        reader.close()
