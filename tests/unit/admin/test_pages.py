@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 from importlib import resources
-from types import SimpleNamespace
-from typing import Any
 
-import httpx
 import pytest
 
-from encoder_service.ops.admin.app import FILES, create_admin_app
-from encoder_service.ops.metrics import Metrics
+from encoder_service.ops.admin.app import FILES
+from tests.unit.admin.test_playground import web
 
 pytestmark = pytest.mark.anyio
 FOLDER = resources.files("encoder_service.ops.admin") / "static"
-
-
-def web() -> httpx.AsyncClient:
-    readiness: Any = SimpleNamespace(is_alive=lambda: True, not_ready_because=lambda: None)
-    app = create_admin_app(readiness, Metrics())
-    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://admin")
 
 
 async def test_every_file_comes_with_its_type_and_a_policy_that_allows_no_other_host() -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from encoder_service.errors import ImageTooLarge, NotReady, QueueFull
+from encoder_service.errors import NotReady, QueueFull
 from encoder_service.ops.admin import playground as module
 from encoder_service.ops.admin.app import create_admin_app
 from encoder_service.ops.admin.playground import NAMESPACE, Playground, rows_as_colours
@@ -59,17 +59,7 @@ async def test_p18_it_reveals_nothing_of_what_others_have_cached(rig: Rig, playg
     assert len(NAMESPACE) < 256
 
 
-async def test_limits_are_those_of_every_item_and_leave_nothing_behind(
-    rig: Rig, playground: Playground
-) -> None:
-    with pytest.raises(ImageTooLarge, match="patches"):
-        await playground.explain(fake_image(32, 32))
-    permit = rig.pipeline.admission.acquire(4090)
-    with pytest.raises(QueueFull):
-        await playground.explain(fake_image(4, 4, 3))
-    permit.release()
-    await playground.explain(fake_image(4, 4, 3))
-    assert (rig.pipeline.admission.num_bytes, rig.pipeline.admission.num_patches) == (0, 0)
+async def test_without_a_pipeline_it_is_not_ready() -> None:
     with pytest.raises(NotReady):
         await Playground(10).explain(b"")
 
@@ -88,7 +78,7 @@ async def test_the_third_at_a_time_is_turned_away(rig: Rig, playground: Playgrou
 # -- over HTTP -----------------------------------------------------------------------------------------
 
 
-def web(playground: Playground | None) -> httpx.AsyncClient:
+def web(playground: Playground | None = None) -> httpx.AsyncClient:
     readiness: Any = SimpleNamespace(is_alive=lambda: True, not_ready_because=lambda: None)
     app = create_admin_app(readiness, Metrics(), playground)
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://admin")
@@ -97,18 +87,20 @@ def web(playground: Playground | None) -> httpx.AsyncClient:
 UPLOAD = {"content-type": "application/octet-stream"}
 
 
-async def test_errors_carry_their_reason(playground: Playground) -> None:
+async def test_errors_carry_their_reason_and_leave_nothing_behind(rig: Rig, playground: Playground) -> None:
     async with web(playground) as client:
         for body, headers, status, reason in (
             (fake_image(4, 4), UPLOAD, 200, None),
             (b"no image", UPLOAD, 400, "UNDECODABLE_IMAGE"),
             (bytes(5000), UPLOAD, 413, "IMAGE_TOO_LARGE"),
+            (fake_image(32, 32), UPLOAD, 413, "IMAGE_TOO_LARGE"),  # 1024 patches, as of every item
             # What a form of any page elsewhere could send.
             (fake_image(4, 4), {"content-type": "text/plain"}, 400, "INVALID_INPUT"),
             (fake_image(4, 4), {"content-type": "multipart/form-data"}, 400, "INVALID_INPUT"),
         ):
             answer = await client.post("/v1/playground", content=body, headers=headers)
             assert (answer.status_code, answer.json().get("reason")) == (status, reason)
+    assert (rig.pipeline.admission.num_bytes, rig.pipeline.admission.num_patches) == (0, 0)
 
 
 async def test_a_body_without_a_length_is_not_read_beyond_the_limit(playground: Playground) -> None:
@@ -131,7 +123,7 @@ async def test_a_full_service_answers_with_a_retry_time(rig: Rig, playground: Pl
     async with web(playground) as client:
         answer = await client.post("/v1/playground", content=fake_image(4, 4), headers=UPLOAD)
     permit.release()
-    assert answer.status_code == 429
+    assert (answer.status_code, answer.json()["reason"]) == (429, "QUEUE_FULL")
     assert int(answer.headers["retry-after"]) >= 1
 
 

@@ -66,15 +66,13 @@ def encode(
     *,
     fps: int = 30,
     pts: Sequence[int] | None = None,
-    rotation: int | None = None,
     key_every: int | None = None,
     b_frames: int | None = None,
     audio: bool = False,
     flags: str = "",
 ) -> bytes:
-    """A file of ``kind``. pts: of each frame, in 1/1000 s, in place of even ones; rotation: degrees
-    counterclockwise, as the display matrix says it; key_every: frames between two key frames; flags: of
-    the MP4 muxer, which writes to a real file then."""
+    """A file of ``kind``. pts: of each frame, in 1/1000 s, in place of even ones; key_every: frames
+    between two key frames; flags: of the MP4 muxer, which writes to a real file then."""
     if kind == "webp.webp":
         return webp(frames, round(1000 / fps))
     container, codec, options = CODECS[kind]
@@ -92,8 +90,6 @@ def encode(
             stream.pix_fmt = "rgb8" if codec == "gif" else "yuv420p"
             time_base = Fraction(1, fps) if pts is None else Fraction(1, 1000)
             stream.codec_context.time_base = time_base
-            if rotation is not None:
-                stream.set_display_rotation(rotation)
             if audio:
                 _add_tone(out, frames.shape[0] / fps)
             for place, image in enumerate(frames):

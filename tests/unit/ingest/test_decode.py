@@ -20,7 +20,7 @@ from tests.unit.ingest import image_files
 
 LIMITS = DecodeLimits(max_encoded_bytes=1 << 24, max_image_pixels=1 << 24)
 FILES = image_files.every_file()
-ORIENTED = image_files.every_orientation()
+UPRIGHT_AND_TURNED = FILES | image_files.every_orientation()
 
 
 def loaded(data: bytes) -> np.ndarray:
@@ -31,27 +31,20 @@ def loaded(data: bytes) -> np.ndarray:
         return np.array(ImageOps.exif_transpose(Image.open(io.BytesIO(data))).convert("RGB"))
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_every_format_and_mode(name: str) -> None:
-    pixels = decode_rgb(FILES[name], LIMITS, "drop")
-    expected = loaded(FILES[name])
+@pytest.mark.parametrize("name", UPRIGHT_AND_TURNED)
+def test_every_format_mode_and_orientation(name: str) -> None:
+    data = UPRIGHT_AND_TURNED[name]
+    pixels, expected = decode_rgb(data, LIMITS, "drop"), loaded(data)
     assert pixels.dtype == torch.uint8
     assert pixels.is_contiguous()
     np.testing.assert_array_equal(pixels.numpy(), expected)
-    assert read_size(FILES[name], LIMITS) == expected.shape[:2]
+    assert read_size(data, LIMITS) == expected.shape[:2]
 
 
 def test_every_allowed_format_is_covered() -> None:
     met = {Image.open(io.BytesIO(data)).format for data in FILES.values()}
     writable = {name for name in ALLOWED_FORMATS if name in Image.SAVE and name in Image.OPEN}
     assert met >= writable - {"DIB"}  # a bare bitmap body; its plugin is the one behind BMP and ICO
-
-
-@pytest.mark.parametrize("name", ORIENTED)
-def test_orientation_as_the_reference(name: str) -> None:
-    expected = loaded(ORIENTED[name])
-    np.testing.assert_array_equal(decode_rgb(ORIENTED[name], LIMITS).numpy(), expected)
-    assert read_size(ORIENTED[name], LIMITS) == expected.shape[:2]
 
 
 @pytest.mark.parametrize("name", image_files.odd_pngs(1, 1))

@@ -122,10 +122,20 @@ def test_no_file_is_an_error_not_class_defaults(tmp_path: Path, family: str) -> 
         load_preprocessor(tmp_path, family, LIMITS)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[1, 2]", "null", "\ufeff{}"])
-def test_a_file_that_is_no_object(tmp_path: Path, text: str) -> None:
-    (tmp_path / "preprocessor_config.json").write_text(text, encoding="utf-8")
-    with pytest.raises(UnsupportedCheckpoint, match=r"preprocessor_config\.json"):
+@pytest.mark.parametrize(
+    ("data", "text"),
+    [
+        (b"", "is not JSON"),
+        (b"{", "is not JSON"),
+        (b"\x89PNG\r\n", "is not JSON"),
+        (b"[1, 2]", "holds a list, needs an object"),
+        (b"null", "holds a NoneType, needs an object"),
+    ],
+)
+def test_a_file_that_is_no_object(tmp_path: Path, data: bytes, text: str) -> None:
+    """Of any file of a checkpoint."""
+    (tmp_path / "preprocessor_config.json").write_bytes(data)
+    with pytest.raises(UnsupportedCheckpoint, match=rf"preprocessor_config\.json {text}"):
         load_preprocessor(tmp_path, "qwen3_vl", LIMITS)
 
 
@@ -172,23 +182,21 @@ def test_qwen_settings_that_are_refused(tmp_path: Path, changes: dict[str, Any],
 
 
 @pytest.mark.parametrize(
-    ("changes", "text"),
+    ("values", "text"),
     [
-        ({"fixed_output_tokens": 64}, r"fixed_output_tokens = 64, needs null"),
-        ({"in_patch_limit": -1}, r"in_patch_limit = -1"),
-        ({"merge_kernel_size": [2, 4]}, r"merge_kernel_size = \[2, 4\]"),
-        ({"patch_limit_on_one_side": 63}, r"63, needs a multiple of the merge size 2"),
+        (KIMI_PUBLISHED | {"fixed_output_tokens": 64}, r"fixed_output_tokens = 64, needs null"),
+        (KIMI_PUBLISHED | {"in_patch_limit": -1}, r"in_patch_limit = -1"),
+        (KIMI_PUBLISHED | {"merge_kernel_size": [2, 4]}, r"merge_kernel_size = \[2, 4\]"),
+        (KIMI_PUBLISHED | {"patch_limit_on_one_side": 63}, r"63, needs a multiple of the merge size 2"),
+        (
+            KIMI_REFERENCE | {"size": {"max_height": 64, "max_width": 32}},
+            r"max_width = 32, needs max_height = 64",
+        ),
     ],
 )
-def test_kimi_settings_that_are_refused(tmp_path: Path, changes: dict[str, Any], text: str) -> None:
+def test_kimi_settings_that_are_refused(tmp_path: Path, values: dict[str, Any], text: str) -> None:
     with pytest.raises(UnsupportedCheckpoint, match=text):
-        load_preprocessor(write(tmp_path, {"media_proc_cfg": KIMI_PUBLISHED | changes}), "kimi_k25", LIMITS)
-
-
-def test_kimi_sides_that_differ_are_refused(tmp_path: Path) -> None:
-    write(tmp_path, KIMI_REFERENCE | {"size": {"max_height": 64, "max_width": 32}})
-    with pytest.raises(UnsupportedCheckpoint, match="max_width = 32, needs max_height = 64"):
-        load_preprocessor(tmp_path, "kimi_k25", LIMITS)
+        load_preprocessor(write(tmp_path, values), "kimi_k25", LIMITS)
 
 
 def test_fingerprints_cover_every_setting_and_nothing_else(tmp_path: Path) -> None:
