@@ -56,20 +56,26 @@ def fits(bucket: Bucket, launch: Launch) -> bool:
 @given(
     st.lists(buckets, min_size=1, max_size=12, unique=True),
     costs,
-    st.tuples(st.integers(1, 1300), st.integers(1, 70), st.integers(1, 1300), st.integers(1, 5)),
+    st.builds(Launch, *(st.integers(1, most) for most in (1300, 70, 1300, 10**6, 5))),
 )
-def test_the_chosen_bucket_fits_and_none_that_fits_is_cheaper(
-    given_buckets: list[Bucket], cost: CostModel, shape: tuple[int, int, int, int]
+def test_the_chosen_bucket_fits_none_that_fits_is_cheaper_and_its_time_is_predicted(
+    given_buckets: list[Bucket], cost: CostModel, launch: Launch
 ) -> None:
+    """Where none fits, the time of an eager forward."""
     ladder = BucketLadder(given_buckets, cost)
-    chosen = ladder.choose(launch_of(*shape))
-    fitting = [bucket for bucket in given_buckets if fits(bucket, launch_of(*shape))]
-    if not fitting:
+    chosen = ladder.choose(launch)
+    sizes = {
+        bucket: (bucket.num_patches, bucket.num_sequences, bucket.max_seqlen)
+        for bucket in given_buckets
+        if fits(bucket, launch)
+    }
+    if not sizes:
         assert chosen is None
+        assert ladder.predicted_us(launch) == max(EAGER_US, cost.exact_us(launch))
         return
-    assert chosen in fitting
-    us = [cost.shape_us(b.num_patches, b.num_sequences, b.max_seqlen) for b in fitting]
-    assert cost.shape_us(chosen.num_patches, chosen.num_sequences, chosen.max_seqlen) == min(us)
+    assert chosen is not None
+    assert cost.shape_us(*sizes[chosen]) == min(cost.shape_us(*size) for size in sizes.values())
+    assert ladder.predicted_us(launch) == pytest.approx(cost.padded_us(launch, *sizes[chosen]))
 
 
 def test_p29_what_exceeds_any_one_number_of_every_bucket_runs_eager() -> None:
@@ -162,19 +168,3 @@ def test_padding_of_the_default_ladder_is_under_twelve_percent_of_the_time(max_p
     # Powers of two, the usual ladder, exceed the bound.
     powers = ladder_of_sizes(1 << power for power in range(6, 15))
     assert padding_share(powers, [[size] for size in image_sizes(1, 500)]) > 0.12
-
-
-@given(st.lists(st.integers(1, 700), min_size=1, max_size=12), st.sampled_from([0.0, 2e-3]))
-def test_a_launch_is_predicted_to_take_what_its_bucket_does_or_an_eager_forward(
-    seqlens: list[int], us_per_slot_patch: float
-) -> None:
-    cost = CostModel(900.0, 1.5, 2e-4, us_per_slot_patch)
-    ladder = BucketLadder(ladder_of_sizes([256, 1024, 4096]).buckets, cost)
-    launch = Launch.of(seqlens)
-    fitting = [
-        cost.padded_us(launch, bucket.num_patches, bucket.num_sequences, bucket.max_seqlen)
-        for bucket in ladder.buckets
-        if fits(bucket, launch)
-    ]
-    expected = min(fitting) if fitting else max(EAGER_US, cost.exact_us(launch))
-    assert ladder.predicted_us(launch) == pytest.approx(expected)

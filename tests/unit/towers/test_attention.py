@@ -21,15 +21,22 @@ def masked_softmax(
     return torch.einsum("hpq,qhd->phd", scores.softmax(-1), v)
 
 
+@pytest.mark.parametrize("one_by_one", [False, True])
 @settings(deadline=None, max_examples=40)
 @given(st.lists(st.sampled_from([1, 4, 4, 6, 30]), min_size=1, max_size=8))
-def test_sequences_attend_within_themselves_only(lengths: list[int]) -> None:
+def test_sequences_attend_within_themselves_only(one_by_one: bool, lengths: list[int]) -> None:
     q, k, v = packed(sum(lengths), 2, 8)
-    found = SdpaAttention().attend(q, k, v, bounds_of(lengths))
+    found = SdpaAttention(one_by_one=one_by_one).attend(q, k, v, bounds_of(lengths))
     torch.testing.assert_close(found, masked_softmax(q, k, v, tuple(lengths)), atol=1e-5, rtol=1e-5)
 
 
-def test_a_run_of_equal_lengths_is_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("one_by_one", "calls"),
+    [(False, [(3, 2, 8, 8), (1, 2, 6, 8)]), (True, [(1, 2, 8, 8)] * 3 + [(1, 2, 6, 8)])],
+)
+def test_a_run_of_equal_lengths_is_one_call_or_one_for_each(
+    one_by_one: bool, calls: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     shapes: list[tuple[int, ...]] = []
     original = sdpa.scaled_dot_product_attention
 
@@ -38,8 +45,8 @@ def test_a_run_of_equal_lengths_is_one_call(monkeypatch: pytest.MonkeyPatch) -> 
         return original(q, *rest)
 
     monkeypatch.setattr(sdpa, "scaled_dot_product_attention", counted)
-    SdpaAttention().attend(*packed(30, 2, 8), bounds_of((8, 8, 8, 6)))
-    assert shapes == [(3, 2, 8, 8), (1, 2, 6, 8)]
+    SdpaAttention(one_by_one=one_by_one).attend(*packed(30, 2, 8), bounds_of((8, 8, 8, 6)))
+    assert shapes == calls
 
 
 def test_p29_padding_is_attended_by_none_and_stays_finite() -> None:

@@ -1,42 +1,19 @@
-"""Every attention backend against float32: mixed lengths, one-row sequences, empty slots, padding.
-
-On a CPU the plain backend; with ``--device cuda`` every backend that is installed, in bfloat16.
-"""
+"""Every installed attention backend against float32, in bfloat16 on a GPU: mixed lengths, one-row sequences,
+empty slots, padding."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from encoder_service.towers.attention import AttentionBackend, SdpaAttention, available_backends
+from encoder_service.towers.attention import AttentionBackend, available_backends
 from encoder_service.towers.attention.available import NAMES
 from tests.unit.towers.attention_cases import bounds_of, exact, packed, relative_error
 
 MIXED = (70, 1, 16, 33, 1, 64)
 # Relative Frobenius error. bfloat16 rounds probabilities and output to 8 bits: 2e-3 to 4e-3 on random data.
-LIMITS = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
-
-
-def check(
-    backend: AttentionBackend,
-    seqlens: tuple[int, ...],
-    *,
-    num_patches: int,
-    head_dim: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    planned: bool,
-) -> None:
-    """Rows within the limit of float32, padding finite, under a baked max_seqlen beyond every length."""
-    total = sum(seqlens)
-    q, k, v = packed(num_patches, 2, head_dim, dtype=dtype, device=device)
-    bounds = bounds_of(seqlens, empty=3, max_seqlen=num_patches, device=device)
-    used = backend.plan(bounds, q.shape, dtype) if planned else bounds
-    found = backend.attend(q, k, v, used)
-    assert found.shape == q.shape
-    assert found.dtype == dtype
-    assert relative_error(found[:total], exact(q, k, v, seqlens)) < LIMITS[dtype]
-    assert bool(found[total:].isfinite().all())
+LIMIT = 8e-3
+pytestmark = pytest.mark.gpu
 
 
 def installed(name: str, device: torch.device, *, deterministic: bool = False) -> AttentionBackend:
@@ -48,25 +25,23 @@ def installed(name: str, device: torch.device, *, deterministic: bool = False) -
     return backends[name]
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("planned", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 72, 80])
 @pytest.mark.parametrize("name", NAMES)
 def test_installed_backends(device: torch.device, name: str, head_dim: int, planned: bool) -> None:
+    """Rows near float32, padding finite, under a baked max_seqlen beyond every length."""
     backend = installed(name, device)
     for seqlens, num_patches in [(MIXED, 200), (MIXED, 185), ((1,), 8), ((300, 1, 784), 2000)]:
-        check(
-            backend,
-            seqlens,
-            num_patches=num_patches,
-            head_dim=head_dim,
-            dtype=torch.bfloat16,
-            device=device,
-            planned=planned,
-        )
+        total = sum(seqlens)
+        q, k, v = packed(num_patches, 2, head_dim, dtype=torch.bfloat16, device=device)
+        bounds = bounds_of(seqlens, empty=3, max_seqlen=num_patches, device=device)
+        found = backend.attend(q, k, v, backend.plan(bounds, q.shape, q.dtype) if planned else bounds)
+        assert found.shape == q.shape
+        assert found.dtype == q.dtype
+        assert relative_error(found[:total], exact(q, k, v, seqlens)) < LIMIT
+        assert bool(found[total:].isfinite().all())
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "sdpa"])
 def test_p30_a_graph_serves_other_lengths_than_it_was_captured_with(device: torch.device, name: str) -> None:
     backend = installed(name, device)
@@ -85,11 +60,10 @@ def test_p30_a_graph_serves_other_lengths_than_it_was_captured_with(device: torc
         static.cu_seqlens.copy_(bounds_of(seqlens, empty=8 - len(seqlens)).cu_seqlens)
         graph.replay()
         total = sum(seqlens)
-        assert relative_error(out[:total], exact(q, k, v, seqlens)) < LIMITS[torch.bfloat16]
+        assert relative_error(out[:total], exact(q, k, v, seqlens)) < LIMIT
         assert bool(out[total:].isfinite().all())
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("name", NAMES)
 def test_p31_rows_are_bit_equal_in_any_batch(device: torch.device, name: str) -> None:
     backend = installed(name, device, deterministic=True)
@@ -97,17 +71,3 @@ def test_p31_rows_are_bit_equal_in_any_batch(device: torch.device, name: str) ->
     alone = backend.attend(q[:784], k[:784], v[:784], bounds_of((784,), device=device))
     batch = bounds_of((784, 1, 900, 64), empty=12, max_seqlen=2048, device=device)
     assert torch.equal(backend.attend(q, k, v, batch)[:784], alone)
-
-
-@pytest.mark.parametrize("backend", [SdpaAttention(), SdpaAttention(one_by_one=True)])
-@pytest.mark.parametrize("head_dim", [16, 64, 72, 80])
-def test_plain_on_mixed_lengths(device: torch.device, backend: SdpaAttention, head_dim: int) -> None:
-    check(
-        backend,
-        MIXED,
-        num_patches=200,
-        head_dim=head_dim,
-        dtype=torch.float32,
-        device=device,
-        planned=True,
-    )

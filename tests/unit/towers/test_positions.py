@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,34 +21,27 @@ SIDES = st.integers(1, 40)
 TABLE_SIDES = st.integers(1, 24)
 
 
+RESIZES = {
+    "bicubic": (cubic_taps, {"mode": "bicubic", "align_corners": False}),
+    "bilinear": (linear_taps, {"mode": "bilinear", "align_corners": True}),
+}
+
+
 def gather(table_HWE: torch.Tensor, index: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return (table_HWE.flatten(0, 1)[index] * weight[:, :, None]).sum(1)
 
 
-def interpolated(table_HWE: torch.Tensor, height: int, width: int, **mode: object) -> torch.Tensor:
-    resized = interpolate(table_HWE.permute(2, 0, 1)[None], size=(height, width), **mode)  # type: ignore[arg-type]
-    return resized[0].flatten(1).T
-
-
+@pytest.mark.parametrize("resize", RESIZES)
 @settings(deadline=None, max_examples=60)
 @given(SIDES, SIDES, TABLE_SIDES, TABLE_SIDES)
-def test_cubic_taps_equal_torchs_bicubic_on_any_sides(
-    height: int, width: int, table_height: int, table_width: int
+def test_taps_equal_torchs_interpolation_on_any_sides(
+    resize: str, height: int, width: int, table_height: int, table_width: int
 ) -> None:
+    taps, mode = RESIZES[resize]
     table = torch.randn(table_height, table_width, 3, generator=torch.Generator().manual_seed(0))
-    index, weight = grid_taps(cubic_taps(height, table_height), cubic_taps(width, table_width), table_width)
-    expected = interpolated(table, height, width, mode="bicubic", align_corners=False)
-    torch.testing.assert_close(gather(table, index, weight), expected, atol=2e-5, rtol=1e-5)
-
-
-@settings(deadline=None, max_examples=60)
-@given(SIDES, SIDES, TABLE_SIDES, TABLE_SIDES)
-def test_linear_taps_equal_torchs_bilinear_on_any_sides(
-    height: int, width: int, table_height: int, table_width: int
-) -> None:
-    table = torch.randn(table_height, table_width, 3, generator=torch.Generator().manual_seed(0))
-    index, weight = grid_taps(linear_taps(height, table_height), linear_taps(width, table_width), table_width)
-    expected = interpolated(table, height, width, mode="bilinear", align_corners=True)
+    index, weight = grid_taps(taps(height, table_height), taps(width, table_width), table_width)
+    resized = interpolate(table.permute(2, 0, 1)[None], size=(height, width), **mode)  # type: ignore[arg-type]
+    expected = resized[0].flatten(1).T
     torch.testing.assert_close(gather(table, index, weight), expected, atol=2e-5, rtol=1e-5)
 
 
