@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.engines.agreement import agree
@@ -19,8 +20,6 @@ from tests.waiting import wait_until
 
 FAMILY = "qwen3_vl"
 NUM_REQUESTS = 24
-# Workers that wait for steps take whole cores, of which there may be two.
-TIMEOUT_S = 10.0
 # More than the rows of two images, and less than those of three.
 RESIDENT_BYTES = 160_000
 SPREAD = {
@@ -45,7 +44,7 @@ def spread(
     folder = tmp_path_factory.mktemp("spread")
     arguments = SPREAD[request.param]
     checkpoint, dtype = checkpoints[family], DTYPES[family]
-    settings = {"timeout_s": TIMEOUT_S, "max_resident_bytes": RESIDENT_BYTES}
+    settings = {"max_resident_bytes": RESIDENT_BYTES}
     encoder.stop()
     with Stack(encoder, checkpoint, dtype, folder, arguments=arguments, **settings) as running:
         yield running
@@ -64,13 +63,20 @@ def test_p32_a_start_and_text_need_no_encoder(spread: Stack, encoder: Encoder) -
 
 
 def wait_until_answered(spread: Stack) -> None:
-    """Each API server connects again by itself, which takes seconds on a machine whose cores are all in
-    use."""
+    """Each API server connects again by itself, which takes seconds on a machine whose cores are all in use.
+    Of so many requests at once each server gets some."""
 
-    def is_answered() -> bool:
-        return spread.chat(with_pixels(CASES[0], [picture(random.getrandbits(32))])).status_code == 200
+    def are_answered() -> bool:
+        return {answer.status_code for answer in asked_at_once(spread)} == {200}
 
-    wait_until(is_answered, "an answer of the encoder that is back")
+    wait_until(are_answered, "answers of the encoder that is back")
+
+
+def asked_at_once(spread: Stack) -> list[httpx.Response]:
+    """Answers to eight requests with pictures that are new."""
+    pictures = [with_pixels(CASES[0], [picture(random.getrandbits(32))]) for _ in range(8)]
+    with ThreadPoolExecutor(len(pictures)) as pool:
+        return list(pool.map(spread.chat, pictures))
 
 
 def test_tokens_are_those_of_one_process_with_a_tower(
@@ -92,9 +98,7 @@ def test_p32_failures_reach_the_api_server_that_asked(spread: Stack, encoder: En
     """Through each of them: connections are shared among them."""
     encoder.stop()
     try:
-        with ThreadPoolExecutor(8) as pool:
-            pictures = [with_pixels(CASES[0], [picture(random.getrandbits(32))]) for _ in range(8)]
-            answers = list(pool.map(spread.chat, pictures))
+        answers = asked_at_once(spread)
     finally:
         encoder.start()
     assert {answer.status_code for answer in answers} == {503}

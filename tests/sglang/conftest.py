@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import http.server
 import importlib.util
+import random
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping
@@ -66,6 +67,13 @@ def reference(checkpoint: Path) -> Reference:
     from tests.sglang.reference import Reference
 
     return Reference(checkpoint)
+
+
+@pytest.fixture(autouse=True)
+def _same_draws(request: pytest.FixtureRequest) -> None:
+    """The same pictures in every run, others in each test: whether tokens are equal or differ does not depend
+    on luck."""
+    random.seed(request.node.nodeid)
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from tests.engines.processes import answers, free_port
+from tests.engines.processes import answers
 from tests.integration.conftest import RunningService, running
-from tests.waiting import wait_until
+from tests.ports import free_port
+from tests.waiting import PATIENCE_S, wait_until
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.encoder.receiver import EncoderBootstrapServer
@@ -23,14 +24,14 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 @contextlib.contextmanager
 def registered(
-    model: Path, address: str, url: str
+    model: Path, address: str, url: str, evicted_ttl_s: float
 ) -> Iterator[tuple[RunningService, EncoderBootstrapServer, list[str]]]:
     """A service at ``address``, a bootstrap server at which it has registered ``url`` once, and the server's
-    list."""
+    list. evicted_ttl_s: for so long the server probes an evicted encoder."""
     from sglang.srt.disaggregation.encoder.receiver import EncoderBootstrapServer
 
     port, listed = free_port(), list[str]()
-    bootstrap = EncoderBootstrapServer("127.0.0.1", port, listed, 0.1, 1.0, evicted_ttl=0.5)
+    bootstrap = EncoderBootstrapServer("127.0.0.1", port, listed, 0.1, 1.0, evicted_ttl=evicted_ttl_s)
     settings = {"sglang_register": (f"http://127.0.0.1:{port}",), "sglang_url": url, "serve_sglang": address}
     try:
         wait_until(lambda: answers(f"http://127.0.0.1:{port}/health"), "the bootstrap server")
@@ -49,7 +50,7 @@ def test_an_encoder_that_cannot_be_reached_is_evicted(
     probes."""
     monkeypatch.setattr("encoder_service.rpc.sglang.WATCH_EVERY_S", 0.05)
     url = f"http://127.0.0.1:{free_port()}"
-    with registered(checkpoints["qwen3_vl"], "127.0.0.1:0", url) as (_, bootstrap, listed):
+    with registered(checkpoints["qwen3_vl"], "127.0.0.1:0", url, PATIENCE_S) as (_, bootstrap, listed):
         wait_until(lambda: bootstrap._evicted_urls, "the eviction")
         assert listed == []
 
@@ -61,7 +62,7 @@ def test_an_encoder_that_was_dropped_for_good_is_listed_again(
     monkeypatch.setattr("encoder_service.rpc.sglang.WATCH_EVERY_S", 0.05)
     address = f"127.0.0.1:{free_port()}"
     url = f"http://{address}"
-    with registered(checkpoints["qwen3_vl"], address, url) as (service, bootstrap, listed):
+    with registered(checkpoints["qwen3_vl"], address, url, 0.5) as (service, bootstrap, listed):
         service.service._not_ready = "a reason of this test"  # /health answers 503
         wait_until(lambda: bootstrap._evicted_urls, "the eviction")
         wait_until(lambda: not bootstrap._evicted_urls, "the end of the probes")

@@ -40,6 +40,7 @@ from lm_adapter.testing import Fault
 from tests.engines.checkpoints import TOWER_PREFIXES, write_checkpoint
 from tests.engines.faults import FAULTS, OTHER_MODELS, answer_to, in_place_of, new_picture, script_for
 from tests.engines.pictures import data_url
+from tests.engines.processes import TIMEOUT_S
 from tests.sglang.conftest import both_families, running_encoder
 from tests.sglang.processes import (
     FORKED,
@@ -52,11 +53,10 @@ from tests.sglang.processes import (
 from tests.sglang.reference import IMAGE, Reference, prompt
 from tests.waiting import wait_until
 
-pytestmark = [pytest.mark.timeout(400), pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore")]
 only_qwen3_vl = pytest.mark.parametrize("family", ["qwen3_vl"], indirect=True, scope="session")
 
 PUBLISHED_KIMI = Path(encoder_service.__file__).parent / "towers" / "synthetic" / "published" / "kimi_k25"
-TIMEOUT_S = 4.0
 ONE = prompt(IMAGE, "What is in the picture?")
 TEXT = prompt("Say something about waves.")
 # Prompts, and which images they have.

@@ -16,6 +16,9 @@ from tests.engines.pictures import clip, data_url, picture
 from tests.sglang.conftest import MAX_QUEUED_BYTES, Files, both_families
 from tests.sglang.processes import FORKED, Encoder, Sglang, documented, language_model_arguments
 from tests.sglang.reference import CLIP, IMAGE, Reference, prompt
+from tests.waiting import wait_until
+
+pytestmark = pytest.mark.timeout(600)
 
 TEXT = prompt("Say something about waves.")
 ONE = prompt(IMAGE, "What is in the picture?")
@@ -122,6 +125,7 @@ def test_an_encoder_that_is_full_is_answered_503(
         assert full.result().status_code == 503, full.result().text
         assert text.result() == reference.tokens(TEXT, [])
         assert image.result() == reference.tokens(ONE, images[:1])
+    wait_until(lambda: num_refused() > before, "the line of the refusal")  # answers do not wait for lines
     assert num_refused() == before + 1
 
 

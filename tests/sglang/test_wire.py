@@ -20,6 +20,8 @@ from tests.sglang.frames import CLASSES, message_of
 from tests.sglang.processes import Encoder, Sglang
 from tests.sglang.reference import Reference
 
+pytestmark = pytest.mark.timeout(600)
+
 FAMILY = "qwen3_vl"
 
 
