@@ -31,15 +31,34 @@ def plain_positions(table: torch.Tensor, height: int, width: int, mode: Mode) ->
     return interpolate_positions(table, index, weight)
 
 
-@pytest.mark.parametrize("mode", ["linear", "cubic"])
-@pytest.mark.parametrize(("width", "dtype"), [(64, torch.float32), (1152, torch.bfloat16)])
-def test_positions_equal_the_plain_path(
-    width: int, mode: Mode, dtype: torch.dtype, device: torch.device, generator: torch.Generator
+@pytest.mark.parametrize(
+    ("mode", "frames", "width", "dtype", "is_clip"),
+    [
+        ("linear", FRAMES, 64, torch.float32, False),
+        ("cubic", FRAMES, 64, torch.float32, False),
+        ("linear", FRAMES[:1], 1152, torch.bfloat16, False),
+        ("cubic", FRAMES[:1], 1152, torch.bfloat16, False),
+        ("cubic", [(2, 3)] * 3, 144, torch.bfloat16, True),
+    ],
+)
+def test_positions_and_temporal_rows_equal_the_plain_path(
+    mode: Mode,
+    frames: list[tuple[int, int]],
+    width: int,
+    dtype: torch.dtype,
+    is_clip: bool,
+    device: torch.device,
+    generator: torch.Generator,
 ) -> None:
-    frames = FRAMES if width == 64 else FRAMES[:1]
     coords = torch.cat([frame_coords(*frame) for frame in frames])
     table = randn(generator, TABLE_HEIGHT * TABLE_WIDTH, width).to(dtype)
-    x = randn(generator, coords.shape[0], width).to(dtype)
+    positions = torch.cat([plain_positions(table, *frame, mode) for frame in frames])
+    temporal: dict[str, torch.Tensor] = {}
+    if is_clip:
+        index = torch.arange(len(frames), dtype=torch.int32).repeat_interleave(len(coords) // len(frames))
+        temporal = {"frame_table": randn(generator, 5, width), "frame_index": index}
+        positions = positions + temporal["frame_table"][index.long()]
+    x = randn(generator, len(coords), width).to(dtype)
     weight, bias = (randn(generator, width).to(dtype) for _ in range(2))
     held = padded_rows(x, device)
     h = embed_norm(
@@ -52,34 +71,8 @@ def test_positions_equal_the_plain_path(
         mode=mode,
         table_height=TABLE_HEIGHT,
         table_width=TABLE_WIDTH,
+        **{name: tensor.to(device) for name, tensor in temporal.items()},
     )
-    positions = torch.cat([plain_positions(table, *frame, mode) for frame in frames])
-    assert_near(held, x.float() + positions)
-    assert_near(h, norm_float32(held.cpu(), weight, bias, EPS))
-
-
-def test_temporal_rows_are_added(device: torch.device, generator: torch.Generator) -> None:
-    dtype = torch.bfloat16
-    coords = torch.cat([frame_coords(2, 3)] * 3)
-    frame_index = torch.arange(3, dtype=torch.int32).repeat_interleave(6)
-    table, frame_table = randn(generator, TABLE_HEIGHT * TABLE_WIDTH, 144).to(dtype), randn(generator, 5, 144)
-    x = randn(generator, 18, 144).to(dtype)
-    weight, bias = randn(generator, 144).to(dtype), randn(generator, 144).to(dtype)
-    held = x.to(device, copy=True)
-    h = embed_norm(
-        held,
-        table.to(device),
-        coords.to(device),
-        weight.to(device),
-        bias.to(device),
-        EPS,
-        mode="cubic",
-        table_height=TABLE_HEIGHT,
-        table_width=TABLE_WIDTH,
-        frame_table=frame_table.to(device),
-        frame_index=frame_index.to(device),
-    )
-    positions = plain_positions(table, 2, 3, "cubic").repeat(3, 1) + frame_table[frame_index.long()]
     assert_near(held, x.float() + positions)
     assert_near(h, norm_float32(held.cpu(), weight, bias, EPS))
 

@@ -39,6 +39,7 @@ def expanded(inputs: FusedInputs, device: torch.device, *, merge_size: int, merg
 def assert_equal_tables(
     places: PatchPlaces, inputs: FusedInputs, grids: list[Grid], *, merge_size: int, merges_time: bool
 ) -> None:
+    """Also where a place weighs nothing: it is read nevertheless, and 0 * NaN of another item is NaN."""
     coords = host_coords(grids, inputs.num_patches, merge_size, merges_time)
     assert places.coords.dtype == coords.dtype
     assert torch.equal(places.coords, coords)
@@ -95,19 +96,3 @@ def test_tables_beyond_one_program(grids: list[Grid], merges_time: bool, device:
     for given_inputs in (inputs, padded):
         places = expanded(given_inputs, device, merge_size=2, merges_time=merges_time)
         assert_equal_tables(places, given_inputs, grids, merge_size=2, merges_time=merges_time)
-
-
-def test_no_place_reads_a_patch_of_another_item(device: torch.device) -> None:
-    """What weighs nothing is read nevertheless, and 0 * NaN is NaN."""
-    grids = [Grid(1, 2, 4), Grid(4, 2, 2), Grid(2, 4, 2)]
-    builder = FusedInputBuilder(lambda grid: None, merge_size=2, merges_time=True)
-    padded = builder.pad(builder.prepare(grids), Bucket(60, 5, 32, MAX_FRAMES))
-    places = expanded(padded, device, merge_size=2, merges_time=True)
-    assert places.merge_index is not None
-    first_patch = first_place = 0
-    for grid in grids:
-        read = places.merge_index[first_place : first_place + grid.h * grid.w]
-        assert ((read >= first_patch) & (read < first_patch + grid.num_patches)).all()
-        first_patch += grid.num_patches
-        first_place += grid.h * grid.w
-    assert not places.merge_index[first_place:].any()
