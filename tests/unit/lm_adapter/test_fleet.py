@@ -157,7 +157,10 @@ def test_p33_a_malformed_item_fails_alone(driver: Driver, method: str, bad: Item
     assert isinstance(failed, ItemFailed)
 
 
-def test_a_repeat_does_not_outlast_the_deadline(fake: FakeEncoder, driver: Driver) -> None:
+def test_a_repeat_does_not_outlast_the_deadline(
+    fake: FakeEncoder, driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lm_adapter.client.MIN_PAUSE_S", MAX_PAUSE_S)
     driver.call("info")
     fake.stop()
     started_s = time.monotonic()

@@ -506,7 +506,7 @@ def test_p22_a_listed_record_that_is_wrong_is_asked_for(
     key = client.call("encode_one", image(0)).key
     if wrong == "torn":
         record = directory.record_offset(encoder.arena.num_slots, 0)
-        encoder.arena.directory._file.mapping[record + 20] ^= 1
+        encoder.arena.directory._file.mapping[record + 57] ^= 1  # the rows' place, 256 bytes off
     else:
         result = pb.ItemResult(key=key, num_rows=7, width=9, rows_bytes=252, dtype=pb.DTYPE_FLOAT32)
         encoder.arena.write(result, bytes(252))
