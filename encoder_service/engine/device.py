@@ -195,7 +195,7 @@ class DeviceEngine:
                     self._may_launch.wait(delay_s)
                     self._is_delaying = False
                     continue
-                plan = self._planner.next_batch(now_s, self._timeline.busy_s(now_s))
+                plan = self._planner.next_batch(now_s)
                 batch = [self._waiting.pop(ticket) for ticket in plan.batch]
                 self._planned.update(dict.fromkeys(batch))
                 dropped = [(self._waiting.pop(ticket), error) for ticket, error in plan.dropped.items()]

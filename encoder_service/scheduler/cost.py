@@ -113,10 +113,6 @@ class CostModel:
         high, high_us = self.curve[after]
         return low_us + (high_us - low_us) * (num_patches - low) / (high - low)
 
-    def added_us(self, launch: Launch) -> float:
-        """The time that the launch's items add to a batch that runs in any case."""
-        return self.us_per_patch * launch.num_patches + self.us_per_square * launch.sum_squares
-
     def relative_error(self, timing: Timing) -> float:
         """Prediction divided by measurement, minus one."""
         predicted_us = self.padded_us(

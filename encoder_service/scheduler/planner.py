@@ -12,14 +12,13 @@ Policy, in this order:
 2. An item that later items overtook MAX_PASSES times lets no further item pass, so that no item starves.
 3. With a ladder, the batch may end earlier if that lowers the predicted time of everything in it. Later items
    that are small enough then fill the bucket's remaining room.
-4. Items whose callers left or whose deadline passed are dropped. With a ladder, items are also dropped if
-   they will miss their deadline even when the device takes only SURE of the predicted times.
+4. Items whose callers left or whose deadline passed are dropped.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain, islice
 
 from encoder_service.errors import Cancelled, DeadlineExceeded, VisionEncoderError
@@ -37,8 +36,6 @@ LOOK_AHEAD = 64
 # A batch is cut to no less than LEAST_CUT of its patches, and only if that saves LEAST_GAIN of the time.
 LEAST_CUT = 0.5
 LEAST_GAIN = 0.01
-# The share of a predicted time that the device certainly takes.
-SURE = 0.75
 
 
 @dataclass(eq=False, slots=True)
@@ -73,8 +70,8 @@ class Ticket:
 class Plan:
     """The next batch, and the tickets that were dropped, each with the reason."""
 
-    batch: list[Ticket] = field(default_factory=list)
-    dropped: dict[Ticket, VisionEncoderError] = field(default_factory=dict)
+    batch: list[Ticket]
+    dropped: dict[Ticket, VisionEncoderError]
 
 
 class Planner:
@@ -89,9 +86,9 @@ class Planner:
         self.max_items = max_items
         self.ladder = ladder
         self.num_patches = 0
-        # In order of arrival. Values: the least seconds that each ticket takes alone on the device.
-        self._encodes: dict[Ticket, float] = {}
-        self._prefetches: dict[Ticket, float] = {}
+        # Ordered sets: tickets in order of arrival.
+        self._encodes: dict[Ticket, None] = {}
+        self._prefetches: dict[Ticket, None] = {}
         self._num_encode_batches = 0
 
     def __len__(self) -> int:
@@ -106,16 +103,15 @@ class Planner:
         """Queues a ticket behind those of its class. Its size must not change while it waits."""
         assert ticket not in self._encodes
         assert ticket not in self._prefetches
-        alone_s = 0.0
-        if self.ladder is not None:
-            alone_s = SURE * self.ladder.cost.exact_us(launch_of((ticket,))) / 1e6
-        (self._prefetches if ticket.is_prefetch else self._encodes)[ticket] = alone_s
+        (self._prefetches if ticket.is_prefetch else self._encodes)[ticket] = None
         self.num_patches += ticket.num_patches
 
     def remove(self, ticket: Ticket) -> None:
         """Removes a waiting ticket. Raises ValueError if it does not wait."""
-        if self._encodes.pop(ticket, None) is None and self._prefetches.pop(ticket, None) is None:
+        lane = self._encodes if ticket in self._encodes else self._prefetches
+        if ticket not in lane:
             raise ValueError(f"{ticket} does not wait")
+        del lane[ticket]
         self.num_patches -= ticket.num_patches
 
     def drain(self) -> list[Ticket]:
@@ -130,44 +126,38 @@ class Planner:
         """Predicted device time of the tickets as one batch; 0.0 without a ladder."""
         return 0.0 if self.ladder is None else self.ladder.predicted_us(launch_of(tickets))
 
-    def next_batch(self, now_s: float, busy_s: float = 0.0) -> Plan:
-        """Takes the next batch out of the queue, together with tickets that are not worth running. busy_s:
-        seconds for which the device is certainly still busy with earlier batches. The batch is empty if
-        nothing waits."""
-        plan = Plan()
-        self._drop_and_promote(plan, now_s, busy_s)
-        while len(self) and not plan.batch:
-            self._take_batch(plan, now_s, busy_s)
-        return plan
+    def next_batch(self, now_s: float) -> Plan:
+        """Takes the next batch out of the queue, together with tickets that are not worth running. The batch
+        is empty if nothing waits."""
+        dropped = self._drop_and_promote(now_s)
+        return Plan(self._take_batch() if len(self) else [], dropped)
 
     # -- dropping --------------------------------------------------------------------------------------
 
-    def _drop_and_promote(self, plan: Plan, now_s: float, busy_s: float) -> None:
-        """Drops cancelled tickets and those that would be late even alone. Moves a Prefetch that an Encode
-        joined behind the Encodes."""
+    def _drop_and_promote(self, now_s: float) -> dict[Ticket, VisionEncoderError]:
+        """Drops cancelled and late tickets. Moves a Prefetch that an Encode joined behind the Encodes."""
+        dropped: dict[Ticket, VisionEncoderError] = {}
         for lane in (self._encodes, self._prefetches):
-            for ticket, alone_s in list(lane.items()):
+            for ticket in list(lane):
                 if ticket.cancelled:
                     self.remove(ticket)
-                    plan.dropped[ticket] = cancelled_error()
-                elif self._drop_if_late(plan, ticket, now_s, busy_s + alone_s):
-                    continue
+                    dropped[ticket] = cancelled_error()
+                elif self._is_late(ticket, now_s):
+                    self.remove(ticket)
+                    dropped[ticket] = late_error()
                 elif lane is self._prefetches and not ticket.is_prefetch:
                     self._encodes[ticket] = lane.pop(ticket)
+        return dropped
 
-    def _drop_if_late(self, plan: Plan, ticket: Ticket, now_s: float, needed_s: float) -> bool:
+    def _is_late(self, ticket: Ticket, now_s: float) -> bool:
+        """Also marks the ticket as dropped."""
         deadline_s = ticket.deadline_s  # read once, since a caller that joins may change it concurrently
-        if deadline_s is None:
-            return False
-        left_s = deadline_s - now_s
-        if left_s > 0 and (self.ladder is None or needed_s <= left_s):
+        if deadline_s is None or deadline_s > now_s:
             return False
         ticket.is_dropped = True  # a joining caller writes the deadline first and then reads this flag
         if ticket.deadline_s != deadline_s:
             ticket.is_dropped = False
             return False
-        self.remove(ticket)
-        plan.dropped[ticket] = late_error(needed_s, left_s)
         return True
 
     # -- the batch -------------------------------------------------------------------------------------
@@ -184,28 +174,20 @@ class Planner:
             first, second = second, first
         return list(islice(chain(first, second), self.max_items + LOOK_AHEAD))
 
-    def _take_batch(self, plan: Plan, now_s: float, busy_s: float) -> None:
-        """Takes the next batch out of the queue. Drops those of its items that would be late in it."""
+    def _take_batch(self) -> list[Ticket]:
+        """Takes the next batch out of the queue, which is not empty."""
         window = self._window()
         taken = self._first_come(window)
-        cost = None
-        if self.ladder is not None:
-            cost = self.ladder.cost
-            if len(taken) > 1:
-                taken = self._fit_bucket(self.ladder, window, taken)
+        if self.ladder is not None and len(taken) > 1:
+            taken = self._fit_bucket(self.ladder, window, taken)
         chosen = set(taken)
         for index in range(taken[-1]):
             if index not in chosen:
                 window[index].passes += 1
-        batch_us = 0.0 if cost is None else cost.fixed_us
-        for index in taken:
-            ticket = window[index]
-            own_us = 0.0 if cost is None else cost.added_us(launch_of((ticket,)))
-            if self._drop_if_late(plan, ticket, now_s, busy_s + SURE * (batch_us + own_us) / 1e6):
-                continue
-            batch_us += own_us
+        batch = [window[index] for index in taken]
+        for ticket in batch:
             self.remove(ticket)
-            plan.batch.append(ticket)
+        return batch
 
     def _first_come(self, window: Sequence[Ticket]) -> list[int]:
         """Indices of the first ticket and of those that fit beside it, in order."""
@@ -282,16 +264,9 @@ def cancelled_error() -> Cancelled:
     return Cancelled("every caller left before the item ran")
 
 
-def late_error(needed_s: float, left_s: float) -> DeadlineExceeded:
-    """The error of an item that needs at least needed_s and whose deadline is in left_s."""
-    if left_s <= 0:
-        return DeadlineExceeded("the deadline passed before the item ran")
-    needed_ms, left_ms = round(needed_s * 1e3, 1), round(left_s * 1e3, 1)
-    return DeadlineExceeded(
-        f"the deadline is in {left_ms} ms, the item's rows are at least {needed_ms} ms away",
-        needed_ms=needed_ms,
-        left_ms=left_ms,
-    )
+def late_error() -> DeadlineExceeded:
+    """The error of an item whose deadline passed while it waited."""
+    return DeadlineExceeded("the deadline passed before the item ran")
 
 
 def launches_of(tickets: Iterable[Ticket]) -> list[Launch]:

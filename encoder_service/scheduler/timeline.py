@@ -1,4 +1,4 @@
-"""How much longer the device is busy with launched batches, and how long the next batch should wait.
+"""How long the next batch should wait for the launched ones.
 
 Owns the arithmetic only. The engine reports when a batch is launched and when it ends, in its own clock, and
 asks before it forms the next batch. Used under the engine's lock.
@@ -7,8 +7,6 @@ asks before it forms the next batch. Used under the engine's lock.
 from __future__ import annotations
 
 from collections import deque
-
-from encoder_service.scheduler.planner import SURE
 
 # The share of a predicted time that a batch likely takes.
 LIKELY = 0.9
@@ -35,13 +33,6 @@ class DeviceTimeline:
         """Records the end of the oldest batch."""
         self._predicted_s.popleft()
         self._began_s = now_s
-
-    def busy_s(self, now_s: float) -> float:
-        """Seconds from now for which the device is certainly busy: SURE of the predicted times."""
-        if not self._predicted_s:
-            return 0.0
-        oldest_s, *others_s = self._predicted_s
-        return max(0.0, SURE * oldest_s - (now_s - self._began_s)) + SURE * sum(others_s)
 
     def batch_delay_s(self, now_s: float) -> float:
         """Seconds that the next batch should wait for more items. A batch that is formed LEAD_S before the

@@ -15,8 +15,7 @@ from encoder_service.engine.faults import is_device_fault
 from encoder_service.engine.jobs import TowerResult
 from encoder_service.errors import Cancelled, DeadlineExceeded, DeviceFault, Draining, InternalError
 from encoder_service.ops.metrics import Metrics
-from encoder_service.scheduler.buckets import Bucket, BucketLadder
-from encoder_service.scheduler.cost import CostModel
+from encoder_service.scheduler.buckets import BucketLadder
 from encoder_service.scheduler.planner import Planner, Ticket
 from encoder_service.scheduler.timeline import DeviceTimeline
 from encoder_service.towers.tower import TowerInputs
@@ -79,24 +78,6 @@ def test_cancelled_and_expired_items_never_reach_the_tower(rig: Rig) -> None:
     with pytest.raises(DeadlineExceeded):
         late.result(10)
     assert [len(batch) for batch in rig.tower.batches] == [1]
-
-
-# A second a patch: nothing that is predicted passes while a test runs.
-SLOW = BucketLadder([Bucket(64, 4, 64)], CostModel(0.0, 1e6, 0.0))
-
-
-def test_an_item_that_would_be_late_never_reaches_the_tower_and_its_error_has_both_times() -> None:
-    rig = Rig(max_patches=16, ladder=SLOW)
-    first, late, fine = rig.submit(1.0), rig.submit(2.0, deadline_s=20.0), rig.submit(3.0, deadline_s=1000.0)
-    rig.engine.start()
-    with pytest.raises(DeadlineExceeded, match=r"is in 20000\.0 ms, .* at least 60000\.0 ms") as caught:
-        late.result(10)
-    assert caught.value.details == {"needed_ms": "60000.0", "left_ms": "20000.0"}
-    first.result(10)
-    fine.result(10)
-    assert [len(batch) for batch in rig.tower.batches] == [1, 1]
-    assert rig.engine.counters.dropped_items == 1
-    assert rig.engine.stop(10)
 
 
 def test_out_of_memory_fails_the_batch_and_not_the_device(rig: Rig) -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from encoder_service.errors import Cancelled
+from encoder_service.errors import Cancelled, DeadlineExceeded
 from encoder_service.scheduler.buckets import Bucket, BucketLadder, default_ladder, ladder_of_sizes
 from encoder_service.scheduler.cost import CostModel, Launch
 from encoder_service.scheduler.planner import (
@@ -47,6 +47,17 @@ def test_a_ticket_whose_deadline_moves_while_it_is_dropped_stays() -> None:
     assert plan.batch == [joined]
     assert list(plan.dropped) == [late]
     assert (late.is_dropped, joined.is_dropped) == (True, False)
+
+
+@pytest.mark.parametrize("is_prefetch", [False, True])
+def test_a_ticket_is_late_from_its_deadline_on(is_prefetch: bool) -> None:
+    tickets = [Ticket(4, deadline_s=deadline_s, is_prefetch=is_prefetch) for deadline_s in (10.0, 20.0)]
+    planner = planner_of(tickets)
+    tickets[1].deadline_s = 10.0 + 1e-6  # a deadline counts as it is when the batch is formed
+    plan = planner.next_batch(10.0)
+    assert (plan.batch, list(plan.dropped)) == (tickets[1:], tickets[:1])
+    assert isinstance(plan.dropped[tickets[0]], DeadlineExceeded)
+    assert len(planner) == planner.num_patches == 0
 
 
 def test_an_encode_that_joins_a_queued_prefetch_raises_it_behind_the_encodes() -> None:
