@@ -70,6 +70,17 @@ def test_rows_come_in_input_order_in_every_geometry(
     assert outcomes[0].num_rows == (6 if family == "kimi_k25" else 18)
 
 
+@pytest.mark.parametrize("chunk_bytes", [1, 100, 1 << 20])
+def test_chunks_of_any_size_between_those_of_other_items(
+    fake: FakeEncoder, open_client: Open, chunk_bytes: int
+) -> None:
+    fake.script.order = "interleaved"
+    fake.script.limits = Limits(chunk_bytes=chunk_bytes)
+    fake.script.model = fake_model(out_width=4)
+    for index, outcome in enumerate(open_client().call("encode", [image(index) for index in range(4)])):
+        assert_rows_of(outcome, digest_of(index))
+
+
 def test_items_over_the_limits_of_one_call_go_in_several(fake: FakeEncoder, open_client: Open) -> None:
     fake.script.limits = Limits(max_items_per_request=3, max_message_bytes=1 << 20, chunk_bytes=1 << 20)
     fake.restart()

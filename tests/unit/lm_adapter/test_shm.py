@@ -508,7 +508,8 @@ def test_p22_a_listed_record_that_is_wrong_is_asked_for(
         record = directory.record_offset(encoder.arena.num_slots, 0)
         encoder.arena.directory._file.mapping[record + 57] ^= 1  # the rows' place, 256 bytes off
     else:
-        result = pb.ItemResult(key=key, num_rows=7, width=9, rows_bytes=252, dtype=pb.DTYPE_FLOAT32)
+        result = pb.ItemResult(key=key, content_digest=digest_of(0), num_rows=7, width=9, rows_bytes=252)
+        result.dtype = pb.DTYPE_FLOAT32
         encoder.arena.write(result, bytes(252))
     assert_rows_of(client.call("encode_one", image(0)), digest_of(0))
     assert encoder.fake.num_calls["Encode"] == 2
