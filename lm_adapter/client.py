@@ -723,11 +723,8 @@ class AsyncVisionEncoderClient:
         return [model for model in info.models if model.name == self._model] or info.models
 
     async def _is_serving(self, deadline: Deadline) -> bool:
-        """The answer of grpc.health.v1; a server without it is serving when it answers at all."""
-        try:
-            response = await self._unary_once("Check", b"", deadline, service="grpc.health.v1.Health")
-        except ProtocolMismatch:  # UNIMPLEMENTED
-            return True
+        """The answer of grpc.health.v1."""
+        response = await self._unary_once("Check", b"", deadline, service="grpc.health.v1.Health")
         # HealthCheckResponse: field 1 (status) has the value 1 (SERVING).
         return response.startswith(b"\x08\x01")
 
