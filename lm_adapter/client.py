@@ -81,6 +81,11 @@ MIN_PAUSE_S, MAX_PAUSE_S = 0.02, 0.3
 """Bounds of the random pause before a repeat in a fleet. By its end the gateway has left out a replica that
 ended. The calls that a crash interrupted are spread, so that an item that crashes each encoder does not
 interrupt them again."""
+GATEWAY_BUFFER_BYTES = 16 << 20
+"""Of a body that a gateway can send to a second replica by itself."""
+LARGE_PAUSE_S = 1.5
+"""Added to the pause before a larger one is repeated: another gateway, which had no call at the replica that
+ended, leaves it out after two health checks."""
 FLEET_INFO_S = 60.0
 """Age at which a fleet's information is asked for again: replicas are replaced without notice."""
 MAX_LOOP_COPY_S = 150e-6
@@ -586,7 +591,8 @@ class AsyncVisionEncoderClient:
                     call.outcomes.update(dict.fromkeys(asked, failure))
                     return
                 has_broken = True
-                await self._pause()
+                items = [entry for entry in asked.values() if not isinstance(entry, bytes)]
+                await self._pause(call.deadline, sum(item.ByteSize() for item in items))
 
     async def _run_all(
         self, method: str, call: RowsCall, batches: Sequence[Mapping[int, pb.Item | bytes]]
@@ -743,17 +749,20 @@ class AsyncVisionEncoderClient:
         except EncoderUnavailable:
             if not self._is_fleet or not self._may_repeat(deadline):
                 raise
-            await self._pause()
+            await self._pause(deadline)
             response = await self._unary_once(method, message, deadline, route)
         try:
             return response_type.FromString(response)
         except DecodeError as error:
             raise StreamViolation(f"{method} answered {len(response)} bytes that are no message") from error
 
-    async def _pause(self) -> None:
-        """Before a repeat in a fleet."""
+    async def _pause(self, deadline: Deadline, num_bytes: int = 0) -> None:
+        """Before a repeat in a fleet. num_bytes: of the items that are sent again."""
         if self._is_fleet:
-            await asyncio.sleep(random.uniform(MIN_PAUSE_S, MAX_PAUSE_S))  # noqa: S311 - only spreads repeats
+            pause_s = random.uniform(MIN_PAUSE_S, MAX_PAUSE_S)  # noqa: S311 - only spreads repeats
+            if num_bytes > GATEWAY_BUFFER_BYTES:
+                pause_s += LARGE_PAUSE_S
+            await asyncio.sleep(min(pause_s, deadline.left_s))
 
     async def _unary_once(
         self,

@@ -157,6 +157,20 @@ def test_p33_a_malformed_item_fails_alone(driver: Driver, method: str, bad: Item
     assert isinstance(failed, ItemFailed)
 
 
+def test_an_item_that_gateways_cannot_repeat_waits_until_all_have_left_out_its_replica(
+    fake: FakeEncoder, driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lm_adapter.client.GATEWAY_BUFFER_BYTES", 1000)
+    monkeypatch.setattr("lm_adapter.client.LARGE_PAUSE_S", 5.0)
+    driver.call("info")
+    fake.script.call_failures["Encode"] = (grpc.StatusCode.UNAVAILABLE, DRAINING)
+    for num_calls, num_bytes in ((2, 1001), (4, 100)):
+        started_s = time.monotonic()
+        driver.call("encode", [ImageItem(bytes(num_bytes))])
+        assert (time.monotonic() - started_s >= 5.0) == (num_bytes > 1000)
+        assert fake.num_calls["Encode"] == num_calls
+
+
 def test_a_repeat_does_not_outlast_the_deadline(
     fake: FakeEncoder, driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
