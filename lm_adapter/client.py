@@ -800,6 +800,11 @@ class AsyncVisionEncoderClient:
     def _failed(
         self, error: grpc.RpcError, method: str, num_items: int = 0, num_arrived: int = 0
     ) -> CallFailed:
+        """The adapter's error for gRPC's. Raises CancelledError for a task that was cancelled: gRPC sometimes
+        tells it so by the status CANCELLED."""
+        task = asyncio.current_task()
+        if error.code() is grpc.StatusCode.CANCELLED and task is not None and task.cancelling():
+            raise asyncio.CancelledError from error
         if self._is_closed:
             return self._closed_during(method)
         failure = from_rpc_error(
