@@ -311,7 +311,8 @@ class AsyncVisionEncoderClient:
     ) -> list[PrefetchStatus | ItemFailed]:
         """Starts to encode and keeps the rows in the service. Answers once every item is admitted, with its
         key, and with its grid and a clip's timestamps if the file's header was read. The encode goes on
-        without this client. until_encoded: answers once every item is encoded or has failed; no rows come.
+        without this client. until_encoded: answers once every item is encoded or has failed; then the encode
+        ends with this call. No rows come.
 
         Raises CallFailed; ``completed`` of the error has the statuses that had come, by index."""
         deadline = self._deadline(timeout_s)
