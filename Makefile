@@ -44,13 +44,13 @@ $(STAMP): pyproject.toml deploy/install.py
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile
 
 test: $(STAMP) ## Run the tests that need no GPU, without the long ones (five minutes)
-	$(PYTEST) -m "not gpu and not extended and not fleet" $(TESTS)
+	$(PYTEST) -m "not gpu and not extended and not fleet" --ignore=tests/gpu $(TESTS)
 
 test-all: $(STAMP) ## Run every test that needs no GPU: also storms, soaks, fuzzing and parity sweeps
-	$(PYTEST) -m "not gpu and not fleet" $(TESTS)
+	$(PYTEST) -m "not gpu and not fleet" --ignore=tests/gpu $(TESTS)
 
 test-long: $(STAMP) ## Run only the long ones of these
-	$(PYTEST) -m "extended and not gpu and not fleet" $(TESTS)
+	$(PYTEST) -m "extended and not gpu and not fleet" --ignore=tests/gpu $(TESTS)
 
 $(ENGINES_STAMP): pyproject.toml deploy/install_engines.py deploy/install.py
 	@test -x $(ENGINES_VENV)/bin/python || $(PYTHON) -m venv $(ENGINES_VENV)

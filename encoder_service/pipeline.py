@@ -2,7 +2,7 @@
 
 Owns the order: identity, lookup before decode, single-flight, admission, decode, device, store. Knows nothing
 of gRPC. Used from one event loop; workers hash large contents, read headers, decode and resize, and the
-engine has threads of its own. A miss passes loop, worker, device thread, loop:
+engine has two threads of its own. A miss passes loop, worker (header, then pixels), these threads, loop:
 
     pixels = await decode(item)
     output = reserve(rows)

@@ -187,9 +187,7 @@ class SharedMemory:
 
     def _run(self) -> None:
         """The thread's loop: attach, watch the connection, unmap, repeat."""
-        leftover: list[AttachedMemory] = []
         while not self._is_closed:
-            leftover = [memory for memory in leftover if not _unmapped(memory)]
             try:
                 connection, attached, reason = self._attach()
             except EncoderError as error:
@@ -209,9 +207,9 @@ class SharedMemory:
                 self._current, self._connection = None, None
                 self._set_transport(Transport("inline", "the encoder's broker closed the connection"))
             connection.close()
-            leftover.append(attached)
-        for memory in leftover:
-            _unmapped(memory)
+            while not _unmapped(attached) and not self._is_closed:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._is_closed, RETRY_S)
 
     def _note_failure(self, error: EncoderError) -> None:
         """Waits before the next attempt: RETRY_S after a retryable error, else until the server or the device

@@ -2,7 +2,7 @@
 
 Owns the reader's side of the protocol in ``vision_encoder.layout.control_page``. A read is: copy to private
 memory, wait until the copy is complete, fence, then compare instance, closed flag and generation. A copy that
-fails the comparison is discarded, and the caller requests the rows inline.
+fails the comparison is discarded, and the caller requests the rows.
 """
 
 from __future__ import annotations
@@ -20,7 +20,13 @@ from lm_adapter.errors import MappingFailed
 from lm_adapter.shm.broker import Attachment
 from lm_adapter.shm.mapping import HostMemory, map_words
 from vision_encoder.layout import control_page, directory
-from vision_encoder.layout.control_page import CLOSED_WORD, FIRST_GENERATION_WORD, WORD_BYTES, LayoutError
+from vision_encoder.layout.control_page import (
+    CLOSED_WORD,
+    FIRST_GENERATION_WORD,
+    INSTANCE_WORD,
+    WORD_BYTES,
+    LayoutError,
+)
 from vision_encoder.layout.directory import FIRST_CELL_WORD, RECORD, Record
 from vision_encoder.v1 import broker_pb2
 
@@ -28,9 +34,6 @@ if TYPE_CHECKING:
     import torch
 
     from lm_adapter.shm.device import DeviceMemory
-
-
-_INSTANCE_WORD = 4
 
 
 class MappedArena:
@@ -121,7 +124,7 @@ class MappedArena:
             is_whole = (
                 page[FIRST_GENERATION_WORD + slot_index] == generation
                 and not page[CLOSED_WORD]
-                and page[_INSTANCE_WORD] == self.instance
+                and page[INSTANCE_WORD] == self.instance
             )
             return copied if is_whole else None
 

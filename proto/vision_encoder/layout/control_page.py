@@ -44,7 +44,7 @@ from vision_encoder.layout import LAYOUT_VERSION
 MAGIC = int.from_bytes(b"VEARENA\0", "little")
 HEADER = struct.Struct("<QQ16sQQQQ32s")
 WORD_BYTES = 8
-CLOSED_WORD, FIRST_GENERATION_WORD = 13, 16
+INSTANCE_WORD, CLOSED_WORD, FIRST_GENERATION_WORD = 4, 13, 16
 
 _FENCE = threading.Lock()
 

@@ -1,7 +1,9 @@
-"""Mapping device memory, against a driver that records its calls: order, access, and undoing what failed."""
+"""Mapping device memory, against a driver that records its calls: order, access, and undoing what failed.
+Copies from it, against streams whose work ends only when the host waits."""
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import sys
 from types import ModuleType, SimpleNamespace
@@ -67,6 +69,44 @@ class RecordingDriver:
 
     def names(self) -> list[str]:
         return [name for name, _ in self.calls]
+
+
+class CopyStream:
+    """A stream whose copies run until the host waits for them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.cuda_stream = self
+        self.num_running = 0
+
+    def synchronize(self) -> None:
+        self.num_running = 0
+
+
+class CopyEvent:
+    """Covers the copies that its stream had when it was recorded. fails: the call that is interrupted."""
+
+    def __init__(self, fails: str = "") -> None:
+        self.fails = fails
+
+    def record(self, stream: CopyStream) -> None:
+        if self.fails == "record":
+            raise KeyboardInterrupt
+        self.stream, self.num_covered = stream, stream.num_running
+
+    def synchronize(self) -> None:
+        if self.fails == "synchronize":
+            raise KeyboardInterrupt
+        self.stream.num_running -= self.num_covered
+
+
+class CopyingDriver(RecordingDriver):
+    """Starts copies on a CopyStream, also where it then reports an error."""
+
+    def cuMemcpyDtoDAsync(self, *arguments: Any) -> Any:
+        *_, stream = arguments
+        stream.num_running += 1
+        return self.__getattr__("cuMemcpyDtoDAsync")(*arguments)
 
 
 @pytest.fixture
@@ -167,3 +207,46 @@ def test_without_the_package_or_the_driver_the_reason_is_given(
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
     with pytest.raises(MissingDependency, match="needs the package cuda-bindings"):
         DeviceMemory(7, SIZE, torch.device("cuda:0"))
+
+
+@pytest.fixture
+def copying(install: Any, monkeypatch: pytest.MonkeyPatch) -> CopyingDriver:
+    """A driver that copies to address 0x1000, and torch without a GPU."""
+    driver = CopyingDriver()
+    install(driver)
+    rows = SimpleNamespace(data_ptr=lambda: 0x1000, record_stream=lambda stream: None)
+    monkeypatch.setattr(torch, "empty", lambda *_, **__: rows)
+    monkeypatch.setattr(torch.cuda, "Stream", CopyStream)
+    monkeypatch.setattr(torch.cuda, "Event", CopyEvent)
+    monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
+    monkeypatch.setattr(torch.cuda, "current_stream", CopyStream)
+    return driver
+
+
+def test_a_copy_is_complete_on_return(copying: CopyingDriver) -> None:
+    memory = DeviceMemory(7, SIZE, torch.device("cuda:0"))
+    memory.copy(512, 256)
+    (*copied, stream) = dict(copying.calls)["cuMemcpyDtoDAsync"]
+    assert (copied, stream) == ([0x1000, 0x7000_0000 + 512, 256], memory._stream)
+    assert memory._stream.num_running == 0, "the slot may be reused, and the copy still reads it"
+    assert (copying.mode, copying.contexts) == ("global", [])
+
+
+@pytest.mark.parametrize("fails", ["record", "synchronize"])
+def test_an_interrupted_copy_has_ended_when_the_interrupt_is_raised(
+    copying: CopyingDriver, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", lambda: CopyEvent(fails))
+    memory = DeviceMemory(7, SIZE, torch.device("cuda:0"))
+    with pytest.raises(KeyboardInterrupt):
+        memory.copy(0, 256)
+    assert "cuMemcpyDtoDAsync" in copying.names()
+    assert memory._stream.num_running == 0, "the copy still writes to memory that the allocator gives away"
+
+
+def test_a_copy_that_the_driver_refuses_has_ended_when_the_error_is_raised(copying: CopyingDriver) -> None:
+    memory = DeviceMemory(7, SIZE, torch.device("cuda:0"))
+    copying.fails = "cuMemcpyDtoDAsync"  # also the error of earlier work on the device
+    with pytest.raises(MappingFailed, match="cuMemcpyDtoDAsync failed with CUDA_ERROR_INVALID_DEVICE"):
+        memory.copy(0, 256)
+    assert memory._stream.num_running == 0

@@ -1,0 +1,36 @@
+"""How the service leaves after a device fault."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from encoder_service.app import Service
+from encoder_service.config import parse_settings
+from encoder_service.pipeline import ServedModel
+from tests.fakes import FakePreprocessor, FakeTower
+from tests.unit.service.rig import memory_store
+from tests.unit.store.arenas import expected, land
+from tests.waiting import PATIENCE_S
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_a_device_fault_freezes_the_store_before_the_service_stops() -> None:
+    service = Service(parse_settings(model=Path("/m")))
+    service.store = store = memory_store()
+    model = ServedModel("fake", "fake", b"m" * 32, FakeTower(), FakePreprocessor())
+    service._engine = engine = service._build_engine(model, None)
+    assert land(store, 1)
+    error = torch.AcceleratorError("CUDA error: unspecified launch failure")
+    engine_thread = threading.Thread(target=engine.report, args=(error,))
+    engine_thread.start()
+    engine_thread.join()
+    assert service.is_alive(), "the service's state changes on its own loop only"
+    assert await asyncio.wait_for(service.wait(), PATIENCE_S) is engine.fault
+    assert store.reserve("", expected(2)) is None, "the device may still write to a slot"
+    await service.stop()
