@@ -346,6 +346,27 @@ def test_a_broker_that_comes_back_is_attached_again(
     assert_rows_of(client.call("encode_one", image(3)), digest_of(3))
 
 
+def test_memory_that_was_not_unmapped_is_unmapped_before_the_next_attach(
+    encoder: Encoder, open_client: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = attached(open_client)
+    attempts: list[int] = []
+    unmap = MappedArena.unmap
+
+    def fails_twice(self: MappedArena, timeout_s: float) -> None:
+        attempts.append(len(encoder.broker.tokens))
+        if len(attempts) <= 2:
+            raise MappingFailed("the driver fails")
+        unmap(self, timeout_s)
+
+    monkeypatch.setattr(MappedArena, "unmap", fails_twice)
+    monkeypatch.setattr("lm_adapter.shm.attachment.RETRY_S", 0.05)
+    encoder.broker.drop()
+    wait_until(lambda: len(encoder.broker.tokens) == 2 and client.client.transport.name == "host")
+    assert attempts == [1, 1, 1], "all before the second connection"
+    assert num_mapped(encoder.arena) == 1
+
+
 @pytest.mark.parametrize("retryable", [True, False])
 def test_attempts_are_a_second_apart_and_none_follows_a_refusal_for_good(
     encoder: Encoder, open_client: Open, retryable: bool
