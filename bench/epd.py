@@ -158,6 +158,14 @@ def parse_arguments() -> argparse.Namespace:
     return arguments
 
 
+def label(arguments: argparse.Namespace) -> str:
+    """Of a result: which processes share a device."""
+    shared = "all servers share one device"
+    if arguments.encoder_device != arguments.device:
+        shared = f"the engine's servers share {arguments.device}, the encoder has {arguments.encoder_device}"
+    return f"Qwen3-VL with random weights; {shared}"
+
+
 def make_checkpoint(arguments: argparse.Namespace, folder: Path) -> Path:
     """Qwen3-VL with random weights. With size ``full``, the language model has about 8B parameters if
     ``lm_layers`` is not changed, and the engine generates its weights."""
@@ -389,7 +397,7 @@ def main() -> None:
     settings = {name: value for name, value in vars(arguments).items() if name not in ("out", "commit")}
     result: dict[str, Any] = {
         "bench": "epd",
-        "label": "Qwen3-VL with random weights; all servers share one device",
+        "label": label(arguments),
         **environment,
         "settings": {
             **settings,

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.engines.agreement import agree, of_response
 from tests.engines.checkpoints import write_checkpoint
@@ -115,3 +116,23 @@ def test_p24_nothing_is_left_after_many_pictures(stack: Any) -> None:
         answers = list(pool.map(lambda one: stack.chat(with_pixels(CASES[0], [one]), max_tokens=1), pictures))
     assert {answer.status_code for answer in answers} == {200}
     assert stack.vllm.is_running
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_p24_two_ranks_read_from_one_gpu(
+    tower: list[dict[str, Any]],
+    images: list[bytes],
+    checkpoint: Path,
+    encoder: Any,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    """The encoder's GPU is the first rank's. The second rank copies rows from there to its own."""
+    folder = tmp_path_factory.mktemp("ranks")
+    arguments = (*ARGUMENTS, "--tensor-parallel-size", "2")
+    with processes.Stack(
+        encoder, checkpoint, DTYPE, folder, timeout_s=20.0, arguments=arguments, device="cuda"
+    ) as ranks:
+        for _ in range(NUM_ROUNDS):
+            agree(tower, [ranks.answer(with_pixels(case, images)) for case in CASES], DTYPE)
+        ways = dict(re.findall(r"\(Worker\w* pid=(\d+)\).*image rows come by (\w+):", ranks.vllm.log))
+    assert list(ways.values()) == ["device", "device"], ways
