@@ -7,6 +7,7 @@ after the other, because each takes a share of the free memory.
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import re
 import time
@@ -38,13 +39,16 @@ class Servers:
     logs: dict[str, Path] = field(default_factory=dict)
 
     def rows_come_by(self) -> dict[str, list[str]]:
-        """By server, as its log says it."""
+        """By server, as its log says it; each change."""
         texts = {
             server: self.logs[url].read_text(errors="replace")
             for server, url in self.urls.items()
             if url in self.logs
         }
-        return {server: list(dict.fromkeys(WAYS.findall(text))) for server, text in texts.items()}
+        return {
+            server: [way for way, _ in itertools.groupby(WAYS.findall(text))]
+            for server, text in texts.items()
+        }
 
 
 Start = Callable[[list[str], dict[str, str], str], None]
