@@ -26,8 +26,8 @@ Network: TypeAlias = ipaddress.IPv4Network | ipaddress.IPv6Network
 Address: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 MAX_HOST_CHARS = 64
-# Most concurrent sends, in total and to one host. Each has its own socket.
-MAX_SENDS, MAX_SENDS_TO_HOST = 256, 64
+# Most concurrent sends: in total, to one host, to one of its ports. Each has its own socket.
+MAX_SENDS, MAX_SENDS_TO_HOST, MAX_SENDS_TO_PORT = 256, 64, 16
 # Interval at which a message's tracker is polled: libzmq has no callback for it.
 FLUSH_POLL_S = 0.002
 # How long a closed socket may still send what libzmq has buffered, at most 8 KiB.
@@ -105,8 +105,12 @@ def is_of_this_machine(address: Address) -> bool:
 
 
 class Sender:
-    """Sends messages. Each has its own socket, which is closed afterwards. A receiver that does not read
-    delays only its own message, for at most ``timeout_s``."""
+    """Sends messages. Each has its own socket, which is closed afterwards. A message is sent or fails within
+    ``timeout_s``, with the wait for a place among the concurrent sends.
+
+    A port that nobody reads delays the messages to it, and those to other ports only when several such ports
+    fill a limit: ``MAX_SENDS_TO_HOST`` for their host, ``MAX_SENDS`` for all hosts.
+    """
 
     def __init__(self, system: str, timeout_s: float) -> None:
         """system: its setting is ``serve_<system>``, its extra has this name. Raises ConfigurationError where
@@ -122,7 +126,7 @@ class Sender:
         self._zmq = zmq
         self._context = zmq.asyncio.Context()
         self._places = asyncio.Semaphore(MAX_SENDS)
-        # By host. Entries last as long as a send holds them.
+        # By host and by endpoint. Entries last as long as a send holds them.
         self._places_of: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
         self._timeout_s = timeout_s
 
@@ -147,9 +151,11 @@ class Sender:
         """Returns once the message has been written to the receiver's connection. The frames' memory is not
         read after this returns or raises. Raises TransportUnavailable."""
         host = endpoint.rpartition(":")[0]
-        places = self._places_of.setdefault(host, asyncio.Semaphore(MAX_SENDS_TO_HOST))
+        of_host = self._places_of.setdefault(host, asyncio.Semaphore(MAX_SENDS_TO_HOST))
+        of_port = self._places_of.setdefault(endpoint, asyncio.Semaphore(MAX_SENDS_TO_PORT))
         try:
-            async with asyncio.timeout(self._timeout_s), places, self._places:
+            # The port's first: a message that waits for it takes no place of its host.
+            async with asyncio.timeout(self._timeout_s), of_port, of_host, self._places:
                 await self._push(endpoint, frames)
         except TimeoutError:
             raise TransportUnavailable(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import socket
 import sys
@@ -163,20 +164,32 @@ def test_p46_a_receiver_that_never_answers_costs_its_time_and_no_memory() -> Non
     asyncio.run(run())
 
 
-def test_p46_a_host_that_takes_nothing_leaves_places_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever its ports are."""
-    monkeypatch.setattr("encoder_service.rpc.zmq_push.MAX_SENDS", 4)
+@pytest.mark.parametrize(("num_ports", "live_host"), [(1, "127.0.0.1"), (2, "127.0.0.2")])
+def test_p46_a_port_that_takes_nothing_leaves_places_for_others(
+    num_ports: int, live_host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One port leaves places for its host's other ports, a host for other hosts."""
+    monkeypatch.setattr("encoder_service.rpc.zmq_push.MAX_SENDS", 3)
     monkeypatch.setattr("encoder_service.rpc.zmq_push.MAX_SENDS_TO_HOST", 2)
+    monkeypatch.setattr("encoder_service.rpc.zmq_push.MAX_SENDS_TO_PORT", 2 if num_ports > 1 else 1)
 
     async def run() -> None:
-        sender, context = Sender("sglang", PATIENCE_S), zmq.asyncio.Context()
-        with socket.create_server(("127.0.0.1", 0)) as silent, context.socket(zmq.PULL) as receiver:
+        sender, context = Sender("sglang", PATIENCE_S / 6), zmq.asyncio.Context()
+        with contextlib.ExitStack() as stack:
+            silent = [
+                stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]
+                for _ in range(num_ports)
+            ]
+            receiver = stack.enter_context(context.socket(zmq.PULL))
             receiver.linger = 0
-            port = receiver.bind_to_random_port("tcp://127.0.0.2")
-            to_silent = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
-            waiting = [asyncio.ensure_future(sender.push(to_silent, [b"r"])) for _ in range(8)]
+            port = receiver.bind_to_random_port(f"tcp://{live_host}")
+            waiting = [
+                asyncio.ensure_future(sender.push(f"tcp://127.0.0.1:{one}", [b"r"]))
+                for one in silent
+                for _ in range(8)
+            ]
             await asyncio.sleep(0)
-            await sender.push(f"tcp://127.0.0.2:{port}", [b"r"])
+            await sender.push(f"tcp://{live_host}:{port}", [b"r"])
             assert await receiver.recv_multipart() == [b"r"]
             assert not any(task.done() for task in waiting)
             while waiting:
