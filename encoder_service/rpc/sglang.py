@@ -331,12 +331,13 @@ class SglangServer:
         try:
             async with asyncio.timeout(RECEIVE_S):
                 async for chunk in request.stream():
+                    num_bytes = len(data) + len(chunk)
+                    if num_bytes > max_bytes:
+                        raise InvalidRequest(
+                            f"the body has at least {num_bytes} bytes, at most {max_bytes} are taken"
+                        )
                     permit.add_bytes(len(chunk))
                     data += chunk
-                    if len(data) > max_bytes:
-                        raise InvalidRequest(
-                            f"the body has at least {len(data)} bytes, at most {max_bytes} are taken"
-                        )
         except TimeoutError:
             raise errors.DeadlineExceeded(f"the body did not arrive within {RECEIVE_S} s") from None
         return await self._on_worker(len(data), parse_object, data)
@@ -379,7 +380,7 @@ class SglangServer:
         async def encode_item(index: int, item: MediaItem) -> None:
             result = await self._rows_of(pipeline, part.modality, item)
             delivered[index] = await pipeline.ensure_tier(result, NAMESPACE, "host")
-            permit.add_bytes(delivered[index].encoded.spec.num_bytes)
+            self._hold(permit, delivered[index].encoded.spec.num_bytes)
 
         try:
             await all_of(*(encode_item(index, item) for index, item in enumerate(wanted.mm_items)))
@@ -400,6 +401,16 @@ class SglangServer:
         await all_of(*(self._sender.push(endpoint, frames) for endpoint in endpoints))
         for index, result in delivered.items():
             call.delivered(self._metrics, result, index, "zmq", pipeline.clock())
+
+    def _hold(self, permit: Permit, num_bytes: int) -> None:
+        """Counts rows of the request until its end. Raises InvalidRequest where the request alone exceeds the
+        limit, QueueFull where other requests leave too little of it."""
+        needed, limit = permit.num_bytes + num_bytes, self._admission.max_bytes
+        if needed > limit:
+            raise InvalidRequest(
+                f"the request has at least {needed} bytes with its rows, at most {limit} are taken"
+            )
+        permit.add_bytes(num_bytes)
 
     async def _rows_of(self, pipeline: Pipeline, modality: Modality, item: MediaItem) -> EncodeResult:
         if not item.url.startswith(("http://", "https://")):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
 import hashlib
 import http.client
 import http.server
+import io
 import json
+import re
 import socket
 import threading
 from collections.abc import Iterator
@@ -20,12 +21,12 @@ import httpx
 import pytest
 import torch
 import zmq
+from PIL import Image
 
 from encoder_service.config import parse_settings
-from encoder_service.errors import ConfigurationError, InvalidRequest, PermissionDenied
+from encoder_service.errors import ConfigurationError, InvalidRequest
 from encoder_service.ops.metrics import Metrics
 from encoder_service.rpc.sglang import AwaitedReceivers, SglangServer
-from encoder_service.rpc.zmq_push import Receivers
 from lm_adapter import CacheTier, ClipItem, EncodedRows, ImageItem, VisionEncoderClient
 from tests.engines.pictures import clip, data_url
 from tests.integration.conftest import RunningService, running
@@ -38,6 +39,7 @@ pytestmark = pytest.mark.without_device
 
 SEND_TIMEOUT_S = 2.0
 FOREIGN = "192.0.2.1"
+QUEUED_BYTES = 1 << 20
 
 
 class Receiver:
@@ -369,13 +371,6 @@ def test_a_body_that_is_no_object(served: Served, path: str, content: bytes, tex
     assert text in message(served.http.post(path, content=content), 400)
 
 
-def test_a_body_above_the_limit_is_not_read_to_its_end(
-    checkpoints: dict[str, Path], device: torch.device
-) -> None:
-    with serving(checkpoints["qwen3_vl"], device, max_message_bytes=2 << 20) as served:
-        assert "at most 2097152" in message(served.encode(["A" * (4 << 20)], 9), 400)
-
-
 def test_p46_rows_go_to_no_host_that_is_not_the_callers(served: Served) -> None:
     """Whatever the request's headers say about its origin."""
     before = served.metric("ve_encoded_items_total")
@@ -428,21 +423,6 @@ def test_a_caller_that_hangs_up_ends_its_encode(served: Served) -> None:
             one.result(PATIENCE_S)
 
 
-def test_overload_and_drain_are_answered_503(
-    checkpoints: dict[str, Path], device: torch.device, receiver: Receiver
-) -> None:
-    settings = {"max_queued_bytes": 2 << 20, "max_message_bytes": 2 << 20}
-    with serving(checkpoints["qwen3_vl"], device, **settings) as served:
-        large = base64.b64encode(bytes(3 << 20)).decode()
-        assert "of 2097152" in message(served.encode([large], receiver.port), 503)
-        wait_until(served.is_free)
-        pipeline = served.service.service.pipeline
-        assert pipeline is not None
-        asyncio.run_coroutine_threadsafe(pipeline.drain(0), served.service.loop).result(PATIENCE_S)
-        assert "stopping" in message(served.encode([data_url(photo())], receiver.port), 503)
-    assert receiver.is_empty()
-
-
 def test_p46_connections_over_the_bound_are_closed(
     checkpoints: dict[str, Path], device: torch.device, receiver: Receiver
 ) -> None:
@@ -466,11 +446,104 @@ def answers_health(served: Served) -> bool:
     return False
 
 
+# -- bounds --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def shared_bounded(checkpoints: dict[str, Path], device: torch.device) -> Iterator[Served]:
+    """Takes the rows of one ``plain_picture`` at a time, two requests, and receivers in FOREIGN's network."""
+    settings = {"max_queued_bytes": QUEUED_BYTES, "max_message_bytes": QUEUED_BYTES, "max_calls": 2}
+    with serving(checkpoints["qwen3_vl"], device, sglang_receivers=(f"{FOREIGN}/32",), **settings) as found:
+        yield found
+
+
+@pytest.fixture
+def bounded(shared_bounded: Served) -> Iterator[Served]:
+    yield shared_bounded
+    wait_until(shared_bounded.is_free, "the protocol's end of work")
+
+
+def plain_picture() -> str:
+    """A small file with many rows."""
+    out = io.BytesIO()
+    Image.new("RGB", (1024, 1024), "grey").save(out, "PNG")
+    return data_url(out.getvalue())
+
+
+@contextlib.contextmanager
+def encoding(served: Served, items: list[Any], receiver: Receiver, req_id: str) -> Iterator[None]:
+    """An ``/encode`` whose rows are held for a receiver that is named at the end, and gets them."""
+    with ThreadPoolExecutor(1) as pool:
+        pending = pool.submit(served.encode, items, None, req_id=req_id)
+        wait_until(lambda: req_id in served.server._awaited, "the request")
+        try:
+            yield
+        finally:
+            assert name_receiver(served, req_id, 1, receiver.port).status_code == 200
+        assert pending.result(PATIENCE_S).status_code == 200
+        assert receiver.message()[0]["req_id"] == req_id
+
+
+def test_rows_that_have_not_left_hold_the_queue(bounded: Served, receiver: Receiver) -> None:
+    """A request that others leave no room may come again; one that has too many rows itself may not."""
+    picture = plain_picture()
+    with encoding(bounded, [picture], receiver, "held"):
+        wait_until(lambda: bounded.server._admission.num_bytes > QUEUED_BYTES // 2, "the rows")
+        assert f"of {QUEUED_BYTES}" in message(bounded.encode([picture], receiver.port), 503)
+    assert bounded.encode([picture], receiver.port).status_code == 200
+    refused = message(bounded.encode([picture, picture], receiver.port), 400)
+    assert (found := re.search(r"has at least (\d+) bytes with its rows, at most (\d+) are", refused))
+    assert int(found[1]) > int(found[2]) == QUEUED_BYTES
+
+
+def test_a_body_above_the_limit_is_not_read_to_its_end(bounded: Served) -> None:
+    """Nor does it hold the queue, whose limit is the same here: the caller need not come again."""
+    assert f"at most {QUEUED_BYTES} are taken" in message(bounded.encode(["A" * (4 << 20)], 9), 400)
+
+
+@contextlib.contextmanager
+def half_sent(served: Served) -> Iterator[http.client.HTTPConnection]:
+    """An ``/encode`` of whose body only a part has been sent."""
+    url = served.http.base_url
+    caller = http.client.HTTPConnection(url.host, url.port, timeout=PATIENCE_S)
+    with contextlib.closing(caller):
+        caller.request("POST", "/encode", "{", {"Content-Length": "2"})
+        yield caller
+
+
+def test_requests_over_the_bound_are_answered_503(bounded: Served, receiver: Receiver) -> None:
+    items = [data_url(photo())]
+    with encoding(bounded, items, receiver, "first"):
+        with half_sent(bounded):
+            wait_until(lambda: bounded.server._permits.num_calls == 2, "both requests")
+            refused = message(bounded.encode(items, receiver.port), 503)
+            assert refused == "2 calls are in progress, at most 2 may be"
+        wait_until(lambda: bounded.server._permits.num_calls == 1, "the end of one")
+    assert receiver.is_empty()
+
+
+def test_a_body_that_does_not_arrive_is_answered_504(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("encoder_service.rpc.sglang.RECEIVE_S", 0.1)
+    with half_sent(served) as caller, caller.getresponse() as refused:
+        assert refused.status == 504
+        assert "did not arrive within 0.1 s" in json.loads(refused.read())["message"]
+
+
+def test_p46_an_allowed_network_receives_and_no_other(
+    bounded: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("encoder_service.rpc.sglang.AWAIT_S", 0.05)
+    assert name_receiver(bounded, "allowed", 2, 9, FOREIGN).status_code == 200
+    assert "sglang_receivers" in message(name_receiver(bounded, "other", 2, 9, "198.51.100.1"), 403)
+
+
 # -- receivers that the scheduler's processes name -----------------------------------------------------
 
 
-def name_receiver(served: Served, req_id: str, count: int, port: int) -> httpx.Response:
-    url = {"req_id": req_id, "receive_count": count, "receive_url": f"127.0.0.1:{port}", "modality": "IMAGE"}
+def name_receiver(
+    served: Served, req_id: str, count: int, port: int, host: str = "127.0.0.1"
+) -> httpx.Response:
+    url = {"req_id": req_id, "receive_count": count, "receive_url": f"{host}:{port}", "modality": "IMAGE"}
     return served.http.post("/scheduler_receive_url", json=url)
 
 
@@ -508,8 +581,40 @@ def test_a_receiver_whose_request_never_comes_is_forgotten(
     wait_until(served.is_free, "the receiver's end")
 
 
-def test_p46_a_foreign_process_cannot_name_itself_for_anothers_request() -> None:
-    """Nor may processes of one request state different numbers."""
+def test_an_id_is_encoded_once_at_a_time(served: Served, receiver: Receiver) -> None:
+    items = [data_url(photo())]
+    with encoding(served, items, receiver, "twice"):
+        assert "'twice' is being encoded" in message(served.encode(items, None, req_id="twice"), 400)
+    assert receiver.is_empty()
+
+
+def test_p46_requests_whose_receivers_are_awaited_have_a_bound(
+    served: Served, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("encoder_service.rpc.sglang.MAX_AWAITED", 1)
+    items = [data_url(photo())]
+    with encoding(served, items, receiver, "first"):
+        for refused in (
+            name_receiver(served, "second", 1, receiver.port),
+            served.encode(items, None, req_id="second"),
+        ):
+            assert "receivers of 1 requests are awaited, at most 1 may be" in message(refused, 503)
+
+
+def test_p46_another_peers_rows_are_not_sent_to_who_names_itself_for_them(
+    served: Served, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two loopback addresses stand for two hosts."""
+    monkeypatch.setattr("encoder_service.rpc.zmq_push.is_of_this_machine", lambda _: False)
+    url = {"req_id": "foreign", "receive_count": 1, "receive_url": f"127.0.0.2:{receiver.port}"}
+    transport = httpx.HTTPTransport(local_address="127.0.0.2")
+    with httpx.Client(base_url=served.http.base_url, transport=transport) as other:
+        assert other.post("/scheduler_receive_url", json=url).status_code == 200
+    refused = message(served.encode([data_url(photo())], None, req_id="foreign"), 403)
+    assert "rows may not be sent to 127.0.0.2: the request comes from 127.0.0.1" in refused
+
+
+def test_processes_of_a_request_state_one_number() -> None:
     awaited = AwaitedReceivers()
     awaited.add("198.51.100.66:9", 2)
     with pytest.raises(InvalidRequest, match="receive_count is 1, another process stated 2"):
@@ -517,8 +622,6 @@ def test_p46_a_foreign_process_cannot_name_itself_for_anothers_request() -> None
     awaited.add("198.51.100.67:9", 2)
     awaited.add("198.51.100.68:9", 2)
     assert awaited.urls == ["198.51.100.66:9", "198.51.100.67:9"]
-    with pytest.raises(PermissionDenied, match=r"198\.51\.100\.66"):
-        Receivers("sglang_receivers", []).endpoint_of(awaited.urls[0], "10.0.0.1")
 
 
 def test_an_id_with_lone_surrogates_and_pages_of_browsers_are_refused_with_words(served: Served) -> None:
@@ -540,6 +643,37 @@ def test_a_taken_port_fails_the_start(
         running(checkpoints["qwen3_vl"], device, serve_sglang=address),
     ):
         pass
+
+
+def test_a_drain_is_answered_503(
+    checkpoints: dict[str, Path], device: torch.device, receiver: Receiver
+) -> None:
+    """Requests in progress end as ever."""
+    with serving(checkpoints["qwen3_vl"], device) as served, Receiver() as other:
+
+        def another() -> httpx.Response:
+            return served.encode([data_url(photo())], other.port)
+
+        assert served.http.get("/health_generate").status_code == 200
+        with encoding(served, [data_url(photo())], receiver, "last"):
+            served.service.loop.call_soon_threadsafe(served.service.service.request_stop)
+            wait_until(lambda: served.http.get("/health").status_code == 503, "a service that is not ready")
+            wait_until(lambda: another().status_code == 503, "the drain")
+            assert "stopping" in message(another(), 503)
+            assert served.http.get("/health_generate").status_code == 503
+
+
+def test_health_says_that_the_service_starts() -> None:
+    async def ask() -> int:
+        settings = parse_settings(model=Path("/m"), serve_sglang="127.0.0.1:0")
+        server = SglangServer(settings, Metrics(), lambda: None)
+        transport = httpx.ASGITransport(server.app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://encoder") as client:
+            found = await client.get("/health")
+        await server.stop()
+        return found.status_code
+
+    assert asyncio.run(ask()) == 503
 
 
 def test_the_end_of_the_process_waits_for_no_socket() -> None:
