@@ -19,6 +19,7 @@ import socket
 import ssl
 import urllib.parse
 from collections.abc import Iterator
+from typing import Any
 
 import uvicorn
 from starlette.datastructures import Headers
@@ -40,6 +41,8 @@ from encoder_service.pipeline import Pipeline
 
 SAMPLE_EVERY_S = 1.0
 STOP_S = 2
+REQUEST_S = 30.0
+"""For a request's line and headers."""
 OPEN_PATHS = frozenset(("/healthz", "/readyz"))
 SAFE_METHODS = frozenset(("GET", "HEAD"))
 CHALLENGE = {"WWW-Authenticate": 'Basic realm="vision-encoder admin", charset="UTF-8"'}
@@ -134,12 +137,27 @@ class AdminServer:
 
 
 class _HttpProtocol(H11Protocol):
-    """uvicorn's own limit is applied to requests only, so connections without one would be unlimited."""
+    """uvicorn's own limits are applied to requests only, so connections without one would be unlimited in
+    number and in time."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         if self.limit_concurrency is not None and len(self.connections) >= self.limit_concurrency:
             transport.abort()
+        else:
+            self._expect_request()
+
+    def _expect_request(self) -> None:
+        self.loop.call_later(REQUEST_S, self._end_without_request, self.cycle)
+
+    def _end_without_request(self, last: Any) -> None:
+        """last: the request before. Ends a connection on which no other has begun since it was answered."""
+        if self.transport.is_closing():
+            return
+        if self.cycle is last and (last is None or last.response_complete):
+            self.transport.abort()
+        else:
+            self._expect_request()
 
 
 class _Uvicorn(uvicorn.Server):
