@@ -84,8 +84,8 @@ class TestFaults:
     def test_p22_p32_rows_that_do_not_fit_fail_their_request_alone(
         self, fault: Fault, stack: Stack, fake: FakeEncoder, meanwhile: TextRequests
     ) -> None:
-        found = answer_to(fault, fake, partial(ask, stack))
-        refused(found, found.status_code, *FAULTS[fault])
+        status, *words = FAULTS[fault]
+        refused(answer_to(fault, fake, partial(ask, stack)), status, *words)
 
     def test_p17_p32_a_long_message_is_cut_and_ends_nothing(
         self, stack: Stack, fake: FakeEncoder, meanwhile: TextRequests, monkeypatch: pytest.MonkeyPatch
@@ -238,7 +238,7 @@ def test_p21_p32_an_encoder_killed_under_load_and_a_broker_that_does_not_come_ba
     stack: Stack, encoder: Encoder, meanwhile: TextRequests
 ) -> None:
     """Rows come through shared memory, until the process behind it is killed during encodes and copies; then
-    inline. Requests succeed where it is back within ``retry_s``."""
+    inline. It is away for longer than ``retry_s``."""
     wait_for_transport(stack, "host")
     images = [new_picture()[0] for _ in range(24)]
     with ThreadPoolExecutor(8) as pool:
@@ -251,7 +251,6 @@ def test_p21_p32_an_encoder_killed_under_load_and_a_broker_that_does_not_come_ba
     for answer in answers:
         if answer.status_code != 200:
             refused(answer, 503, "UNAVAILABLE")
-    assert [answer.status_code for answer in answers].count(200) >= 3
     assert ask(stack, new_picture()[0]).status_code == 200
     wait_for_transport(stack, "inline")
     encoder.stop()

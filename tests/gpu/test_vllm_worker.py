@@ -202,7 +202,8 @@ def test_memory_of_waiting_rows_is_held_until_the_first_read(
     num_bytes = 512 << 20
     with new_engine(service, checkpoint, max_resident_bytes=num_bytes) as engine:
         (worker,) = engine.workers
-        before = torch.cuda.memory_allocated()
+        torch.cuda.empty_cache()
+        before, reserved_before = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
         worker.start_worker_services()
         # Rows of the first request above may be released meanwhile.
         assert torch.cuda.memory_allocated() - before == pytest.approx(num_bytes, abs=4 << 20)
@@ -210,6 +211,8 @@ def test_memory_of_waiting_rows_is_held_until_the_first_read(
         request = engine.request(*chosen)
         engine.fetch(request)
         assert torch.cuda.memory_allocated() < before + num_bytes // 2
+        # Nor does torch keep it, as rows are allocated for another stream.
+        assert torch.cuda.memory_reserved() < reserved_before + num_bytes // 2
         engine.load(engine.schedule(request))
         assert_equal(engine.caches[0], expected)
         engine.finish(request)

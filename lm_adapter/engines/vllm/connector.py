@@ -22,7 +22,7 @@ from lm_adapter.errors import InvalidRequest
 
 logger = logging.getLogger("vllm.vision_encoder")
 
-MIN_IDLE_S, MAX_IDLE_S, IDLE_SHARE = 0.004, 0.05, 0.5
+MIN_IDLE_S, MAX_IDLE_S, IDLE_SHARE = 0.004, 0.02, 0.5
 """vLLM steps all of its workers without pause while a request waits for rows and nothing else runs. The
 connector pauses it for this share of the time that it has been idle, because another request that comes
 meanwhile waits as well. Seen on two cores under Linux 6.18: two ranks that step every 4 ms can leave other
@@ -88,6 +88,11 @@ class ConnectorMethods:
         return self._requests.holds(identifier)
 
     def take_unavailable_requests(self) -> set[str]:
+        """vLLM calls this at the end of a step, before it schedules the next one. Once so many steps in a row
+        were empty that none with tokens is in flight, waits for rows, at most MAX_IDLE_S."""
+        if self._may_wait and self._num_idle > self._num_in_flight:
+            share_s = IDLE_SHARE * (time.monotonic() - self._idle_since_s)
+            self._requests.wait(min(max(share_s, MIN_IDLE_S), MAX_IDLE_S))
         return self._requests.take_unavailable()
 
     def update_state_after_alloc(self, request: Any, index: int) -> None:
@@ -97,17 +102,12 @@ class ConnectorMethods:
         self._requests.passed(request, index)
 
     def build_connector_meta(self, scheduler_output: Any) -> StepRows:
-        """Once so many steps in a row are empty that none with tokens is in flight, waits for rows, at most
-        MAX_IDLE_S."""
         has_tokens = bool(scheduler_output.total_num_scheduled_tokens)
         self._num_idle = 0 if has_tokens else self._num_idle + 1
         if self._num_idle == 1:
             self._idle_since_s = time.monotonic()
         if self._num_idle > self._num_in_flight:
             self._requests.flush()
-            if self._may_wait:
-                share_s = IDLE_SHARE * (time.monotonic() - self._idle_since_s)
-                self._requests.wait(min(max(share_s, MIN_IDLE_S), MAX_IDLE_S))
         self._requests.check_step(scheduler_output.scheduled_encoder_inputs)
         self._requests.freed(scheduler_output.free_encoder_mm_hashes, scheduler_output.num_scheduled_tokens)
         return self._requests.take_step(has_tokens=has_tokens)

@@ -155,8 +155,12 @@ class RankReader:
 
     async def _rows_of(self, order: RowsOrder) -> Any:
         """[num_rows, width] on the rank's device. Raises EncoderError."""
-        # Torch caches the memory. It releases its cache when an allocation of any stream would fail.
-        self._reserve = None
+        if self._reserve is not None:
+            import torch
+
+            # Torch would keep the memory for the stream that reserved it, and rows are allocated for another.
+            self._reserve = None
+            torch.cuda.empty_cache()
         if self._client is None:
             self._client = self._settings.client(reads_rows=True)
         digests = [order.routing_digest] if self._settings.is_routed else []

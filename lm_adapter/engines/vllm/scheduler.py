@@ -41,6 +41,7 @@ FILE_FIELDS = FILE_FIELD, CLIP_FIELD = "vision_encoder_file", "vision_encoder_cl
 """Fields of vLLM's features that carry a ``FileRequest``: of images, and of clips, as each field of vLLM's is
 of one modality."""
 MIN_CALL_S = 0.001
+TOO_LATE = "DEADLINE_EXCEEDED"
 GONE = "UNKNOWN_KEY"
 """The reason of rows that an encoder no longer has, or never had."""
 
@@ -67,12 +68,14 @@ class WantedItem:
 @dataclass(eq=False)
 class SharedRows:
     """The rows of one identifier. number: by which every rank has them, 0 until then. is_in_step: a step has
-    been given them, which may not have begun yet. holders: (request id, index of the feature)."""
+    been given them, which may not have begun yet. holders: (request id, index of the feature), with the time
+    at which each came; ordered_s: the time of the first."""
 
     wanted: WantedItem
+    ordered_s: float
     number: int = 0
     is_in_step: bool = False
-    holders: set[tuple[str, int]] = field(default_factory=set)
+    holders: dict[tuple[str, int], float] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -369,7 +372,7 @@ class RequestTracker:
             if rows is None:
                 if self.used_bytes + wanted.num_bytes > self._settings.max_resident_bytes:
                     return
-                rows = SharedRows(wanted)
+                rows = SharedRows(wanted, time.monotonic())
                 self._rows[wanted.identifier] = rows
                 self.used_bytes += wanted.num_bytes
                 self._calls.start(rows, functools.partial(self._obtain, wanted))
@@ -381,7 +384,7 @@ class RequestTracker:
                     self._fail(state, error)
                     return
             state.needed.popleft()
-            rows.holders.add((state.request_id, index))
+            rows.holders[state.request_id, index] = time.monotonic()
             state.held[index] = rows
 
     def _fail(self, state: _Request, error: EncoderError) -> None:
@@ -403,7 +406,7 @@ class RequestTracker:
 
     def _let_go(self, state: _Request, index: int) -> None:
         rows = state.held.pop(index)
-        rows.holders.discard((state.request_id, index))
+        rows.holders.pop((state.request_id, index), None)
         if not rows.holders and self._rows.get(rows.wanted.identifier) is rows:
             self._drop(rows)
 
@@ -427,8 +430,15 @@ class RequestTracker:
     def _lost(self, rows: SharedRows, error: EncoderError) -> None:
         # Dropped first: a queued request that starts in the room of a failed one must not join these rows.
         self._drop(rows)
-        for request_id, _ in list(rows.holders):
-            self._fail(self._requests[request_id], error)
+        may_pass = error.retryable or error.reason == TOO_LATE
+        middle_s = (rows.ordered_s + time.monotonic()) / 2
+        for (request_id, index), joined_s in list(rows.holders.items()):
+            state = self._requests[request_id]
+            if may_pass and joined_s > middle_s:
+                # The time that is over was another request's. This one orders them again.
+                state.held.pop(index, None)
+            else:
+                self._fail(state, error)
 
     def _drop(self, rows: SharedRows) -> None:
         del self._rows[rows.wanted.identifier]

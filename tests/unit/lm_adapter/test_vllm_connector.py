@@ -46,6 +46,10 @@ class Tracker:
         self.waits_s.append(timeout_s)
         self.calls.append("wait")
 
+    def take_unavailable(self) -> set[str]:
+        self.calls.append("end")
+        return {"rejected"}
+
     def flush(self) -> None:
         self.calls.append("flush")
 
@@ -80,13 +84,19 @@ def scheduled(num_tokens: int) -> Any:
 
 @pytest.mark.parametrize("may_wait", [True, False])
 def test_only_steps_with_none_in_flight_wait(may_wait: bool) -> None:
-    """Two steps may be in flight. What leaves with steps leaves then at the latest."""
+    """Two steps may be in flight. What leaves with steps leaves then at the latest. The wait is the last
+    before vLLM schedules again."""
     tracker = Tracker()
     connector = connector_of(tracker, num_in_flight=2, may_wait=may_wait)
-    idle = ["flush", *["wait"] * may_wait, "empty"]
-    for num_tokens, calls in ((0, ["empty"]), (0, ["empty"]), (0, idle), (7, ["x", "step"]), (0, ["empty"])):
+    busy, empty, idle = (
+        ["x", "step", "end"],
+        ["empty", "end"],
+        ["flush", "empty", *["wait"] * may_wait, "end"],
+    )
+    for num_tokens, calls in ((0, empty), (0, empty), (0, idle), (7, busy), (0, empty)):
         step = connector.build_connector_meta(scheduled(num_tokens))
         assert step.hand_over == ([(1, "kept")] if num_tokens else [])
+        assert connector.take_unavailable_requests() == {"rejected"}
         assert tracker.calls == calls
         tracker.calls.clear()
 
@@ -97,10 +107,11 @@ def test_the_longer_nothing_runs_the_longer_a_step_waits(monkeypatch: pytest.Mon
     connector = connector_of(tracker)
     now_s = 100.0
     monkeypatch.setattr(connector_module, "time", SimpleNamespace(monotonic=lambda: now_s))
-    for seconds in (0.0, 0.004, 0.02, 0.05, 10.0):
+    for seconds in (0.0, 0.004, 0.02, 0.03, 10.0):
         now_s = 100.0 + seconds
         connector.build_connector_meta(scheduled(0))
-    assert tracker.waits_s == pytest.approx([MIN_IDLE_S, MIN_IDLE_S, 0.01, 0.025, MAX_IDLE_S])
+        connector.take_unavailable_requests()
+    assert tracker.waits_s == pytest.approx([MIN_IDLE_S, MIN_IDLE_S, 0.01, 0.015, MAX_IDLE_S])
 
 
 @pytest.mark.parametrize("is_first", [True, False])

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,7 +32,7 @@ from lm_adapter.engines.vllm.scheduler import (
     WantedItem,
 )
 from lm_adapter.engines.vllm.settings import Settings
-from lm_adapter.errors import EncoderError, InvalidRows, ItemFailed
+from lm_adapter.errors import DeadlineExceeded, EncoderError, EncoderUnavailable, InvalidRows, ItemFailed
 from lm_adapter.items import ClipItem, Grid, Modality, PreprocessOptions
 from lm_adapter.types import KeyState, PrefetchStatus
 from tests.unit.lm_adapter.connector_rig import Element, Feature, Fields, Position, Request
@@ -517,6 +518,33 @@ def test_p32_a_failed_item_rejects_the_requests_that_wait_for_it_and_no_others(
     engine.end(good.name)
     assert tracker.ensure(fine, 0)
     assert is_ready(tracker, engine, request_of(bad))
+
+
+@pytest.mark.parametrize("error", [UNDECODABLE, EncoderUnavailable("away"), DeadlineExceeded("slow")])
+def test_p32_a_request_that_joined_late_has_time_of_its_own(
+    error: EncoderError, tracker: RequestTracker, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the second half of the time that the first request had, unless the item is at fault."""
+    clock = [100.0]
+    monkeypatch.setattr(scheduler, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    image, other = new_image(), new_image()
+    first, early, late = request_of(image), request_of(image), request_of(other, image)
+    for clock[0], request in ((100.0, first), (101.0, early), (104.0, late)):
+        assert not tracker.ensure(request, 0)
+    engine.end(other.name)
+    clock[0] = 105.0
+    engine.end(image.name, error)
+    if error is UNDECODABLE:
+        assert_rejected(tracker, first, early, late)
+        return
+    assert not tracker.ensure(late, 0)
+    assert_rejected(tracker, first, early)
+    assert engine.under_way == [image.name]
+    engine.end(image.name)
+    assert tracker.ensure(late, 0)
+    for request in (first, early, late):
+        tracker.finished(request)
+    assert (tracker.used_bytes, engine.on_ranks) == (0, {})
 
 
 def test_p32_a_queued_request_does_not_join_rows_that_have_failed(engine: Engine) -> None:
