@@ -323,20 +323,24 @@ def test_p32_an_encoder_that_is_killed_and_comes_back(
     encoder.kill()
     try:
         started_s = time.monotonic()
-        with ThreadPoolExecutor(5) as pool:
+        with ThreadPoolExecutor(6) as pool:
             asked = [
                 pool.submit(plugin.generate, ONE, [new_picture()[0]]),
                 pool.submit(chat, plugin, new_picture()[0]),
                 pool.submit(chat, plugin, new_picture()[0], stream=True),
             ]
-            streamed = pool.submit(plugin.generate, ONE, [new_picture()[0]], stream=True)
+            streamed = [
+                pool.submit(plugin.generate, ONE, [new_picture()[0]], stream=True, **options)
+                for options in ({}, {"return_text_in_logprobs": True})
+            ]
             text = pool.submit(plugin.tokens, TEXT, [])
             for answer in asked:
                 rejected(answer.result(), 503, "UNAVAILABLE")
         assert time.monotonic() - started_s < 2 * TIMEOUT_S
-        event = json.loads(streamed.result().text.splitlines()[0].removeprefix("data: "))
-        assert event["error"]["code"] == 503
-        assert "UNAVAILABLE" in event["error"]["message"]
+        for one in streamed:
+            event = json.loads(one.result().text.splitlines()[0].removeprefix("data: "))
+            assert event["error"]["code"] == 503
+            assert "UNAVAILABLE" in event["error"]["message"]
         assert text.result() == reference.tokens(TEXT, [])
     finally:
         encoder.start()
@@ -349,9 +353,9 @@ def test_p22_p32_rows_of_a_broken_encoder_fail_their_request_alone(plugin: Sglan
     """Each beside one whose rows are right; then encoders of other models, and one that does not answer."""
     image, digest = new_picture()
     with in_place_of(encoder, script_for(digest)) as fake:
-        for fault, words in FAULTS.items():
+        for fault, (status, *words) in FAULTS.items():
             found = answer_to(fault, fake, lambda image: plugin.generate(ONE, [image]))
-            rejected(found, found.status_code, *words)
+            rejected(found, status, *words)
         for changes, grid, words in OTHER_MODELS:
             fake.stop()
             fake.script = script_for(digest, grid, **changes)

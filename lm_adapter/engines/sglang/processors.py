@@ -155,8 +155,8 @@ class FileProcessor(BaseMultimodalProcessor):  # type: ignore[misc]
 def _rejection(request_obj: Any, error: EncoderError) -> Exception:
     """What SGLang makes the status of. When its own API streams, it has answered 200 before, and ends the
     stream with the event of a ValueError; its OpenAI API answers 400 to any ValueError."""
-    # The OpenAI API always asks for text in logprobs; requests for embeddings have neither field.
-    is_own_stream = getattr(request_obj, "stream", False) and not request_obj.return_text_in_logprobs
+    # The other APIs note when a request came; requests for embeddings have no stream.
+    is_own_stream = getattr(request_obj, "stream", False) and request_obj.received_time is None
     if not is_own_stream:
         return HTTPException(status_of(error), message_of(error))
     event = ValueError(message_of(error))
