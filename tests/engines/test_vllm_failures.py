@@ -258,6 +258,19 @@ def test_p21_p32_an_encoder_killed_under_load_and_a_broker_that_does_not_come_ba
     wait_for_transport(stack, "host")
 
 
+def test_p32_images_that_vllm_holds_need_no_encoder(stack: Stack, encoder: Encoder) -> None:
+    """Its prefix cache does not have them after another text, its cache of encoder outputs has."""
+    image = new_picture()[0]
+    other = Case("text first", ("Look at this:", 0))
+    assert ask(stack, image).status_code == 200
+    encoder.stop()
+    try:
+        assert stack.chat(with_pixels(other, [image])).status_code == 200
+        refused(ask(stack, new_picture()[0]), 503, "UNAVAILABLE")
+    finally:
+        encoder.start()
+
+
 def test_p33_what_cannot_be_decoded_is_the_clients_fault(stack: Stack, meanwhile: TextRequests) -> None:
     """Found out from the header, or by the encoder."""
     refused(ask(stack, b"no image at all"), 400, "cannot identify")

@@ -8,7 +8,7 @@ image or a clip passes the modules in this order:
                   ``Prefetch``
 - ``processing``  its grid and placeholders (``kimi`` for Kimi-K2.5), and its form in a request
                   (``file_requests``)
-- ``scheduler``   in the engine: which requests wait for which rows
+- ``scheduler``   in the engine: which requests wait for which rows; ``cache``, which vLLM has itself
 - ``ranks``       in each worker: rows are read and checked; ``link`` carries orders and reports between them
 - ``connector``   the methods by which vLLM calls both; ``plugin.calls`` is the thread that calls the encoder
 - ``failures``    why a request failed, back to the API server

@@ -12,6 +12,7 @@ from typing import Any
 
 from lm_adapter.engines.plugin.calls import EncoderCalls
 from lm_adapter.engines.plugin.geometry import Geometry
+from lm_adapter.engines.vllm import cache
 from lm_adapter.engines.vllm.failures import send_report
 from lm_adapter.engines.vllm.link import RankLink, StepRows
 from lm_adapter.engines.vllm.models import check_model
@@ -66,6 +67,7 @@ class ConnectorMethods:
                 + vllm_config.num_prefill_lookahead_tokens,
                 report=send_report,
             )
+            cache.watch(vllm_config, self._tracker)
             logger.info("image rows come from the encoder at %s as %s", settings.target, geometry)
         elif _computes_embeddings():
             self._reader = RankReader(settings, geometry, vllm_config.device_config.device, link_name)

@@ -7,9 +7,9 @@ most files already, by the API server's ``Prefetch`` (``frontend``); the others 
 never come here.
 
 Rows are held from their order until vLLM has computed past them or their requests are over; then they live on
-in vLLM's own encoder cache. A request that is preempted reads them again. A request that waits for room holds
-nothing, so that those that hold rows have all that they need, and end. More rows than fit into the buffer at
-once come in portions, in step with chunked prefill.
+in vLLM's own encoder cache. A request whose rows are all there orders none. One that is preempted may read
+them again. A request that waits for room holds nothing, so that those that hold rows have all that they need,
+and end. More rows than fit into the buffer at once come in portions, in step with chunked prefill.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Collection, Container, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -108,7 +108,7 @@ class RequestTracker:
         report: Report = lambda *_: None,
     ) -> None:
         """link: on the loop of ``calls``. step_tokens: at most that many of a request are computed in one
-        step."""
+        step. ``in_cache`` is set to what vLLM keeps current."""
         self._calls = calls
         self._link = link
         self._geometry = geometry
@@ -121,6 +121,8 @@ class RequestTracker:
         self._queue: deque[_Request] = deque()
         self._unavailable: set[str] = set()
         self._step = StepRows()
+        self.in_cache: Collection[str] = ()
+        """Identifiers in vLLM's own cache of encoder outputs, at this moment."""
         self._takers: dict[str, str] = {}
         """By identifier that the next step hands over: the request that was given it last."""
         self._not_handed_over: set[str] = set()
@@ -142,6 +144,10 @@ class RequestTracker:
         if state.has_failed:
             return False
         ahead = [index for index, wanted in enumerate(state.wanted) if wanted.end > num_computed_tokens]
+        if not state.held and not state.needed and self._are_in_cache(state.wanted[index] for index in ahead):
+            # vLLM frees none of them before it has looked for those of this step.
+            state.was_in_step = True
+            return True
         # vLLM reports no feature as passed if its tokens come from the prefix cache.
         known = {*state.held, *state.needed}
         if behind := known.difference(ahead):
@@ -163,6 +169,11 @@ class RequestTracker:
                 if rows.wanted.identifier in self._not_handed_over:
                     self._hand_over(rows, state.request_id)
         return True
+
+    def _are_in_cache(self, several: Iterable[WantedItem]) -> bool:
+        """Also on the ranks when the next step begins."""
+        names = {wanted.identifier for wanted in several}
+        return self._not_handed_over.isdisjoint(names) and all(name in self.in_cache for name in names)
 
     def holds(self, identifier: str) -> bool:
         """Whether every rank has the rows of this identifier."""

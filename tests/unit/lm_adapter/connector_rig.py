@@ -132,6 +132,7 @@ def engine_config(
             ec_role=role,
             ec_connector_extra_config={"target": target, **extra},
         ),
+        ec_manager_config=SimpleNamespace(encoder_cache_manager_cls=None, manager_config={}),
         model_config=SimpleNamespace(
             hf_config=SimpleNamespace(to_dict=lambda: config, get_text_config=lambda: text),
             dtype=f"torch.{dtype}",

@@ -215,6 +215,26 @@ def test_computed_tokens_need_no_rows(tracker: RequestTracker, engine: Engine) -
     assert engine.under_way == [first.name]
 
 
+def test_rows_in_vllms_own_cache_are_not_ordered(tracker: RequestTracker, engine: Engine) -> None:
+    """Unless others are missing, for which vLLM may free them in the same pass."""
+    known, other, new = new_image(), new_image(), new_image()
+    in_cache = {known.name, other.name}
+    tracker.in_cache = in_cache
+    assert tracker.ensure(request_of(known, other, known), 0)
+    assert engine.num_started == 0
+    request = request_of(known, new)
+    assert not tracker.ensure(request, 0)
+    assert engine.under_way == [known.name, new.name]
+    in_cache.add(new.name)
+    assert not tracker.ensure(request, 0)
+    engine.end_all()
+    assert tracker.ensure(request, 0)
+    tracker.finished(request)
+    in_cache.clear()
+    assert not tracker.ensure(request_of(known), 0)
+    assert engine.under_way == [known.name]
+
+
 def test_only_pending_rows_are_waited_for(tracker: RequestTracker, engine: Engine) -> None:
     tracker.wait(0.5)
     assert engine.num_waits == 0
@@ -672,6 +692,21 @@ def test_p32_rows_that_vllm_counts_as_in_its_cache_come_with_the_next_request_fo
     assert tracker.take_step(has_tokens=True) == StepRows()  # vLLM has them
 
 
+def test_p32_rows_that_vllm_counts_as_in_its_cache_are_ordered_if_no_step_had_them(
+    tracker: RequestTracker, engine: Engine
+) -> None:
+    image = new_image()
+    first, second = request_of(image), request_of(image)
+    allocate_without_step(tracker, engine, first)
+    tracker.in_cache = {image.name}
+    tracker.finished(first)
+    tracker.flush()
+    assert not tracker.ensure(second, 0)
+    engine.end(image.name)
+    assert tracker.ensure(second, 0)
+    assert list(engine.begin(tracker.take_step(has_tokens=True))) == [image.name]
+
+
 def test_p32_rows_that_others_hold_outlive_a_flush_and_are_handed_over(
     tracker: RequestTracker, engine: Engine
 ) -> None:
@@ -1056,11 +1091,14 @@ class Vllm:
         self.random = random.Random(seed)
         self.engine = Engine()
         self.step_tokens = self.random.choice([7, 12, 1000])
+        self.eviction = self.random.choice([0.05, 0.5, 1.0])
         self.tracker = tracker_of(self.engine, self.step_tokens)
         self.running: list[Running] = []
-        self.steps: deque[tuple[StepRows, dict[str, tuple[Grid, bytes]], set[str]]] = deque()
-        self.allocated: set[str] = set()
-        """In passes without tokens: vLLM counts these as in its cache."""
+        self.steps: deque[tuple[StepRows, dict[str, tuple[Grid, bytes]], set[str], set[str]]] = deque()
+        self.in_cache: set[str] = set()
+        self.tracker.in_cache = self.in_cache
+        self.freed: set[str] = set()
+        """What the workers are told with the next step."""
         self.on_workers: set[str] = set()
         self.images = [Image(f"image {n}", self.random.choice([GRID, DOUBLE])) for n in range(6)]
         self.undecodable = Image("undecodable")
@@ -1074,8 +1112,11 @@ class Vllm:
         self.running.append(Running(request_of(*images), images))
 
     def step(self, one: Running) -> None:
-        """One pass and the step that it makes."""
+        """One pass and the step that it makes. Other requests in it took the place of some cached rows."""
+        evicted = {name for name in sorted(self.in_cache) if self.random.random() < self.eviction}
+        self.in_cache -= evicted
         if not self.tracker.ensure(one.request, one.computed):
+            self.end_pass(evicted, {})
             return
         end = min(one.computed + self.step_tokens, one.request.num_tokens)
         used, passed, cached = {}, [], set()
@@ -1083,22 +1124,22 @@ class Vllm:
             image_start = feature.mm_position.offset
             image_end = image_start + feature.mm_position.length
             if image_start < end and image_end > one.computed:
-                assert self.tracker.holds(image.name)
-                if image.name in self.allocated:
+                if image.name in self.in_cache:
                     cached.add(image.name)
                 else:
+                    assert self.tracker.holds(image.name)
                     self.tracker.allocated(one.request, index)
                     used[image.name] = (image.grid, image.digest)
                 if image_end <= end:
                     passed.append(index)
-        if has_tokens := self.random.random() < 0.9:
-            self.allocated -= cached
-        else:
-            self.allocated |= used.keys()
+        self.in_cache |= used.keys()
+        has_tokens = self.random.random() < 0.9
+        self.end_pass(evicted - self.in_cache, {one.request.request_id: 1})
         step = self.tracker.take_step(has_tokens=has_tokens)
         if not has_tokens:
             return
-        self.steps.append((step, used, cached))
+        self.steps.append((step, used, cached, self.freed))
+        self.freed = set()
         one.computed, one.most = end, max(one.most, end)
         for index in passed:
             if self.random.random() < 0.8:
@@ -1106,14 +1147,18 @@ class Vllm:
         if end == one.request.num_tokens:
             self.leave(one)
 
+    def end_pass(self, freed: set[str], scheduled: dict[str, int]) -> None:
+        self.tracker.freed(freed, scheduled)
+        self.freed |= freed
+
     def begin_step(self) -> None:
         """On the workers, which may be behind."""
-        step, used, cached = self.steps.popleft()
+        step, used, cached, freed = self.steps.popleft()
+        self.on_workers -= freed
         found = self.engine.begin(step)
         assert used.items() <= {name: (one.grid, one.request.digest) for name, one in found.items()}.items()
         self.on_workers |= found.keys()
         assert cached <= self.on_workers
-        self.on_workers -= cached | used.keys()  # vLLM's cache may be that small
 
     def preempt(self, one: Running) -> None:
         """It starts anew, behind what vLLM's prefix cache still has of it."""
