@@ -156,7 +156,7 @@ def test_a_prefetch_until_encoded_says_what_became_of_each_item(service: Running
 def test_a_prefetch_until_encoded_does_not_claim_rows_that_were_not_kept(
     checkpoints: dict[str, Path], device: torch.device
 ) -> None:
-    image = pb.Item(modality=pb.MODALITY_IMAGE, encoded=photo(1400, 1400))
+    image = pb.Item(modality=pb.MODALITY_IMAGE, encoded=photo(1200, 1200))
     with (
         running(checkpoints["qwen3_vl"], device, arena_bytes=1 << 20) as service,
         connected(service) as stub,
