@@ -15,6 +15,7 @@ import asyncio
 import base64
 import binascii
 import contextlib
+import functools
 import hashlib
 import json
 import reprlib
@@ -35,7 +36,15 @@ from starlette.routing import Route
 
 from encoder_service import errors
 from encoder_service.config import Settings
-from encoder_service.errors import InvalidDigest, InvalidRequest, UnsupportedContent, VisionEncoderError
+from encoder_service.errors import (
+    InvalidDigest,
+    InvalidRequest,
+    QueueFull,
+    UnknownKey,
+    UnsupportedContent,
+    VisionEncoderError,
+)
+from encoder_service.ingest.urls import UrlFetcher
 from encoder_service.ops.logs import REQUEST_ID_KEY, bind_request, request_id_of
 from encoder_service.ops.metrics import Metrics
 from encoder_service.own_thread import on_own_thread
@@ -43,21 +52,19 @@ from encoder_service.pipeline import EncodeResult, Pipeline
 from encoder_service.rpc.convert import MAX_ITEMS_PER_REQUEST
 from encoder_service.rpc.front_door import Backend
 from encoder_service.rpc.gate import CallPermits
-from encoder_service.rpc.item_reader import ItemReader
 from encoder_service.rpc.observed import Call
 from encoder_service.rpc.sglang_push import Part, head_frame, payload
 from encoder_service.rpc.status import as_service_error, failure_of, status_of
 from encoder_service.rpc.zmq_push import Receivers, Sender
 from encoder_service.scheduler.admission import Admission, Permit
-from encoder_service.types import EncodedFile, EncodedItem, Item, Modality
-from vision_encoder.v1 import encoder_pb2 as pb
+from encoder_service.types import DigestOnly, EncodedFile, EncodedItem, Item, Modality
 
 log = structlog.get_logger(__name__)
 Answer = TypeVar("Answer")
 Wanted = TypeVar("Wanted", bound="Body")
 
 NAMESPACE = "sglang"
-MODALITIES = {"IMAGE": (Modality.IMAGE, pb.MODALITY_IMAGE), "VIDEO": (Modality.VIDEO, pb.MODALITY_VIDEO)}
+MODALITIES = {"IMAGE": Modality.IMAGE, "VIDEO": Modality.VIDEO}
 HASH_PREFIX = "sha256:"
 # From a request's start to the end of its body.
 RECEIVE_S = 30.0
@@ -70,7 +77,7 @@ MAX_REQ_ID_CHARS = 1024
 # Wrong fields that an answer names.
 MAX_SHOWN = 4
 MAX_PARTS = 65_536
-# Requests of which receivers are awaited, or known before the request.
+# Requests of which receivers are known, or awaited; above it none are noted before their request.
 MAX_AWAITED = 4096
 AWAIT_S = 60.0
 MAX_RECEIVERS = 1024
@@ -135,7 +142,7 @@ class EncodeRequest(Body):
 
     @property
     def part(self) -> Part:
-        return Part(self.req_id, self.num_parts, self.part_idx, MODALITIES[self.modality][0])
+        return Part(self.req_id, self.num_parts, self.part_idx, MODALITIES[self.modality])
 
 
 class ReceiverRequest(Body):
@@ -234,14 +241,21 @@ class SglangServer:
         self._admission = Admission(0, settings.max_queued_bytes)
         self._awaited: dict[str, AwaitedReceivers] = {}
         self._pipeline: Pipeline | None = None
-        self._reader: ItemReader | None = None
+        self._urls: UrlFetcher | None = None
         self._registering: list[asyncio.Task[None]] = []
         self.app = Starlette(
             routes=[
-                Route("/encode", self._answering("sglang/encode", self._encode), methods=["POST"]),
+                Route(
+                    "/encode",
+                    self._answering("sglang/encode", self._encode, self._permits.call),
+                    methods=["POST"],
+                ),
                 Route(
                     "/scheduler_receive_url",
-                    self._answering("sglang/scheduler_receive_url", self._add_receiver),
+                    # Without a place: the encodes that have them all may wait for this.
+                    self._answering(
+                        "sglang/scheduler_receive_url", self._add_receiver, contextlib.nullcontext
+                    ),
                     methods=["POST"],
                 ),
                 Route("/health", self._health),
@@ -255,7 +269,7 @@ class SglangServer:
     async def attach(self, backend: Backend) -> None:
         """Takes work from now on."""
         self._pipeline = backend.pipeline
-        self._reader = ItemReader(self._admission, backend.pipeline.workers, None, backend.urls)
+        self._urls = backend.urls
         self._registering = [
             asyncio.get_running_loop().create_task(self._keep_registered(url))
             for url in self._settings.sglang_register
@@ -288,15 +302,19 @@ class SglangServer:
         return Response(status_code=200 if is_ready else 503)
 
     def _answering(
-        self, method: str, work: Callable[[Call, Request, Mapping[str, object], Permit], Awaitable[None]]
+        self,
+        method: str,
+        work: Callable[[Call, Request, Mapping[str, object], Permit], Awaitable[None]],
+        place: Callable[[], contextlib.AbstractContextManager[None]],
     ) -> Callable[[Request], Awaitable[Response]]:
         """The handler of a request whose answer is ``null``, or what ``work`` raises as a status and the
-        object that SGLang reads. Work ends when the caller hangs up."""
+        object that SGLang reads. Work ends when the caller hangs up. place: held until the end; raises
+        TooManyCalls."""
 
         async def answer(request: Request) -> Response:
             call, status = Call(method, ""), "CANCELLED"
             try:
-                with self._permits.call():
+                with place():
                     permit = self._admission.acquire(0)
                     try:
                         body = await self._read(request, permit)
@@ -354,7 +372,7 @@ class SglangServer:
             endpoint = self._receivers.endpoint(wanted.prefill_host or "", wanted.embedding_port, peer)
             await self._encode_part(call, wanted, permit, peer, endpoint)
             return
-        awaited = self._awaited_of(wanted.req_id)
+        awaited = self._awaited_of(wanted.req_id, is_encoding=True)
         if awaited.is_encoding:
             raise InvalidRequest(f"req_id {reprlib.repr(wanted.req_id)} is being encoded")
         awaited.is_encoding = True
@@ -376,9 +394,10 @@ class SglangServer:
         if pipeline is None:
             raise errors.NotReady(f"the service is not ready: {self._not_ready_because()}")
         delivered: dict[int, EncodeResult] = {}
+        running: set[asyncio.Future[None]] = set()
 
         async def encode_item(index: int, item: MediaItem) -> None:
-            result = await self._rows_of(pipeline, part.modality, item)
+            result = await self._rows_of(pipeline, part.modality, item, permit, running)
             delivered[index] = await pipeline.ensure_tier(result, NAMESPACE, "host")
             self._hold(permit, delivered[index].encoded.spec.num_bytes)
 
@@ -403,33 +422,40 @@ class SglangServer:
             call.delivered(self._metrics, result, index, "zmq", pipeline.clock())
 
     def _hold(self, permit: Permit, num_bytes: int) -> None:
-        """Counts rows of the request until its end. Raises InvalidRequest where the request alone exceeds the
-        limit, QueueFull where other requests leave too little of it."""
+        """Counts bytes that come beside the request's body, until its end. Raises InvalidRequest where the
+        request alone exceeds the limit, QueueFull where other requests leave too little of it."""
         needed, limit = permit.num_bytes + num_bytes, self._admission.max_bytes
         if needed > limit:
             raise InvalidRequest(
-                f"the request has at least {needed} bytes with its rows, at most {limit} are taken"
+                f"the request has at least {needed} bytes with its files and rows, at most {limit} are taken"
             )
         permit.add_bytes(num_bytes)
 
-    async def _rows_of(self, pipeline: Pipeline, modality: Modality, item: MediaItem) -> EncodeResult:
+    async def _rows_of(
+        self,
+        pipeline: Pipeline,
+        modality: Modality,
+        item: MediaItem,
+        permit: Permit,
+        running: set[asyncio.Future[None]],
+    ) -> EncodeResult:
+        """permit: the request's, in which a file that is fetched counts as one in the body does. running: as
+        of ``encoded_beside``."""
         if not item.url.startswith(("http://", "https://")):
             data = await self._on_worker(len(item.url), inline_content, item)
-            return await pipeline.encode(Item(modality, EncodedFile(data), item.digest), namespace=NAMESPACE)
-
-        if not item.url.isascii():
+        elif self._urls is None:
+            raise UnsupportedContent("this service takes no URLs; send the bytes")
+        elif not item.url.isascii():
             raise InvalidRequest("the URL has characters outside of ASCII")
-
-        async def encode_fetched(fetched: Item) -> EncodeResult:
-            if isinstance(fetched.content, EncodedFile):
-                await self._on_worker(len(fetched.content.data), verify, fetched.content.data, item.digest)
-            return await pipeline.encode(fetched, namespace=NAMESPACE)
-
-        assert self._reader is not None
-        message = pb.Item(
-            modality=MODALITIES[modality.name][1], url=item.url, content_digest=item.digest or b""
-        )
-        return await self._reader.ask(message, encode_fetched)
+        else:
+            if item.digest is not None:
+                # An item with a digest is fetched only if its rows are not stored.
+                with contextlib.suppress(UnknownKey):
+                    held = Item(modality, DigestOnly(), item.digest)
+                    return await pipeline.encode(held, namespace=NAMESPACE)
+            data = await self._urls.fetch(item.url, modality, functools.partial(self._hold, permit))
+            await self._on_worker(len(data), verify, data, item.digest)
+        return await encoded_beside(running, pipeline, Item(modality, EncodedFile(data), item.digest))
 
     # -- receivers that name themselves ----------------------------------------------------------------
 
@@ -441,11 +467,12 @@ class SglangServer:
         self._receivers.endpoint_of(wanted.receive_url, peer_of(request))
         self._awaited_of(wanted.req_id).add(wanted.receive_url, wanted.receive_count)
 
-    def _awaited_of(self, req_id: str) -> AwaitedReceivers:
-        """The request's receivers, forgotten after AWAIT_S without its ``/encode``. Raises TooManyCalls."""
+    def _awaited_of(self, req_id: str, *, is_encoding: bool = False) -> AwaitedReceivers:
+        """The request's receivers, forgotten after AWAIT_S without its ``/encode``. is_encoding: this is it;
+        others' receivers do not keep it out. Raises TooManyCalls."""
         awaited = self._awaited.get(req_id)
         if awaited is None:
-            if len(self._awaited) >= MAX_AWAITED:
+            if len(self._awaited) >= MAX_AWAITED and not is_encoding:
                 raise errors.TooManyCalls(
                     f"receivers of {len(self._awaited)} requests are awaited, at most {MAX_AWAITED} may be"
                 )
@@ -527,6 +554,24 @@ def parse_object(data: bytearray) -> Mapping[str, object]:
     if not isinstance(body, dict):
         raise InvalidRequest(f"the body is a {type(body).__name__}, needed is an object")
     return body
+
+
+async def encoded_beside(running: set[asyncio.Future[None]], pipeline: Pipeline, item: Item) -> EncodeResult:
+    """The item's rows. running: the encodes of its request in progress. Where the queue has no room beside
+    them, the item is encoded after them: else a request of more patches than the queue takes would be refused
+    whenever it came. Raises as ``Pipeline.encode``."""
+    while True:
+        ended = asyncio.get_running_loop().create_future()
+        running.add(ended)
+        try:
+            return await pipeline.encode(item, namespace=NAMESPACE)
+        except QueueFull:
+            if running == {ended}:
+                raise
+        finally:
+            running.remove(ended)
+            ended.set_result(None)
+        await asyncio.wait(running)
 
 
 async def all_of(*work: Coroutine[object, object, None]) -> None:

@@ -9,6 +9,7 @@ import http.client
 import http.server
 import io
 import json
+import random
 import re
 import socket
 import threading
@@ -26,7 +27,7 @@ from PIL import Image
 from encoder_service.config import parse_settings
 from encoder_service.errors import ConfigurationError, InvalidRequest
 from encoder_service.ops.metrics import Metrics
-from encoder_service.rpc.sglang import AwaitedReceivers, SglangServer
+from encoder_service.rpc.sglang import AwaitedReceivers, MediaItem, SglangServer, inline_content
 from lm_adapter import CacheTier, ClipItem, EncodedRows, ImageItem, VisionEncoderClient
 from tests.engines.pictures import clip, data_url
 from tests.integration.conftest import RunningService, running
@@ -463,10 +464,10 @@ def bounded(shared_bounded: Served) -> Iterator[Served]:
     wait_until(shared_bounded.is_free, "the protocol's end of work")
 
 
-def plain_picture() -> str:
+def plain_picture(side: int = 1024, shade: int = 127) -> str:
     """A small file with many rows."""
     out = io.BytesIO()
-    Image.new("RGB", (1024, 1024), "grey").save(out, "PNG")
+    Image.new("RGB", (side, side), (shade, 127, 127)).save(out, "PNG")
     return data_url(out.getvalue())
 
 
@@ -492,8 +493,41 @@ def test_rows_that_have_not_left_hold_the_queue(bounded: Served, receiver: Recei
         assert f"of {QUEUED_BYTES}" in message(bounded.encode([picture], receiver.port), 503)
     assert bounded.encode([picture], receiver.port).status_code == 200
     refused = message(bounded.encode([picture, picture], receiver.port), 400)
-    assert (found := re.search(r"has at least (\d+) bytes with its rows, at most (\d+) are", refused))
+    assert (
+        found := re.search(r"has at least (\d+) bytes with its files and rows, at most (\d+) are", refused)
+    )
     assert int(found[1]) > int(found[2]) == QUEUED_BYTES
+
+
+def test_p17_a_request_that_could_never_fit_is_answered_400_and_one_that_could_is_encoded(
+    checkpoints: dict[str, Path], device: torch.device, receiver: Receiver
+) -> None:
+    """Alone on the service. Files of URLs count as those of a body do. Images that have more patches than the
+    queue takes at once are encoded in parts."""
+    limits = {"max_queued_bytes": QUEUED_BYTES, "max_message_bytes": QUEUED_BYTES}
+    limits |= dict.fromkeys(("max_queued_patches", "max_patches_per_item", "max_clip_patches"), 1000)
+    noise = Image.frombytes("RGB", (360, 360), random.randbytes(3 * 360 * 360))
+    large = io.BytesIO()
+    noise.save(large, "PNG")  # 380 KiB
+    with Files({f"/{number}.png": large.getvalue() for number in range(3)}) as files:
+        settings = {"url_allow": (files.base,), "url_networks": ("127.0.0.0/8",), **limits}
+        with serving(checkpoints["qwen3_vl"], device, **settings) as served:
+            urls = [f"{files.base}/{number}.png" for number in range(3)]
+            refused = message(served.encode(urls, receiver.port), 400)
+            found = re.search(r"has at least (\d+) bytes with its files and rows, at most (\d+) are", refused)
+            assert found is not None
+            assert int(found[1]) > int(found[2]) == QUEUED_BYTES
+            assert served.encode(urls[:2], receiver.port).status_code == 200
+            receiver.message()
+            images = [plain_picture(256, shade) for shade in range(9)]  # of 256 patches
+            assert served.encode(images, receiver.port).status_code == 200
+            fields, rows = receiver.message()
+            assert fields["grid_dim"] == [[1, 16, 16]] * 9
+            with VisionEncoderClient(served.service.target) as client:
+                expected = client.encode([ImageItem(inline_content(MediaItem(url=images[-1])))])[0]
+            assert isinstance(expected, EncodedRows)
+            torch.testing.assert_close(rows[-64:], expected.torch(), rtol=1e-4, atol=1e-5)
+            wait_until(served.is_free, "the protocol's end of work")
 
 
 def test_a_body_above_the_limit_is_not_read_to_its_end(bounded: Served) -> None:
@@ -588,17 +622,23 @@ def test_an_id_is_encoded_once_at_a_time(served: Served, receiver: Receiver) -> 
     assert receiver.is_empty()
 
 
-def test_p46_requests_whose_receivers_are_awaited_have_a_bound(
+def test_p46_receivers_without_a_request_have_a_bound_and_keep_no_encode_out(
     served: Served, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("encoder_service.rpc.sglang.MAX_AWAITED", 1)
+    monkeypatch.setattr("encoder_service.rpc.sglang.AWAIT_S", 1.0)
+    assert name_receiver(served, "first", 1, receiver.port).status_code == 200
+    refused = name_receiver(served, "second", 1, receiver.port)
+    assert "receivers of 1 requests are awaited, at most 1 may be" in message(refused, 503)
+    with encoding(served, [data_url(photo())], receiver, "second"):
+        pass
+
+
+def test_encodes_that_hold_every_place_get_their_receivers(bounded: Served, receiver: Receiver) -> None:
+    """Naming them takes no place: else both would wait until their time was over, and keep others out."""
     items = [data_url(photo())]
-    with encoding(served, items, receiver, "first"):
-        for refused in (
-            name_receiver(served, "second", 1, receiver.port),
-            served.encode(items, None, req_id="second"),
-        ):
-            assert "receivers of 1 requests are awaited, at most 1 may be" in message(refused, 503)
+    with encoding(bounded, items, receiver, "first"), encoding(bounded, items, receiver, "second"):
+        wait_until(lambda: bounded.server._permits.num_calls == 2, "both requests")
 
 
 def test_p46_another_peers_rows_are_not_sent_to_who_names_itself_for_them(

@@ -106,12 +106,22 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Files]:
 
 @contextmanager
 def running_encoder(
-    checkpoint: Path, folder: Path, variables: Mapping[str, str] | None = None
+    checkpoint: Path,
+    folder: Path,
+    variables: Mapping[str, str] | None = None,
+    registers_at: str | None = None,
 ) -> Iterator[Encoder]:
+    """registers_at: the URL of SGLang's bootstrap server."""
     # A socket's name has a short limit, which pytest's folders exceed.
     with (
         tempfile.TemporaryDirectory(prefix="ve-sgl-") as sockets,
-        Encoder(checkpoint, folder, Path(sockets) / "broker.sock", variables=variables) as running,
+        Encoder(
+            checkpoint,
+            folder,
+            Path(sockets) / "broker.sock",
+            variables=variables,
+            registers_at=registers_at,
+        ) as running,
     ):
         yield running
 

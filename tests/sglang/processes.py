@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Mapping, Sequence
+import http.client
+import json
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 import httpx
 
+from lm_adapter.engines.sglang.settings import VARIABLE
 from tests.engines.pictures import data_url
 from tests.engines.processes import ROOT, Process, Restartable, answers, documented_in
 from tests.ports import free_port
+from tests.waiting import PATIENCE_S, wait_until
 
 DOCUMENT = ROOT / "docs" / "sglang.md"
 NUM_TOKENS = 12
+SERVING = ["--skip-server-warmup", "--host", "127.0.0.1", "--log-level", "info"]
 CPU = [
     *("--device", "cpu", "--attention-backend", "torch_native", "--dtype", "float32", "--disable-cuda-graph"),
-    *("--skip-server-warmup", "--sleep-on-idle", "--host", "127.0.0.1", "--log-level", "info"),
+    *("--sleep-on-idle", *SERVING),
 ]
 LANGUAGE_MODEL = ["--max-total-tokens", "4096", "--max-running-requests", "4", "--context-length", "2048"]
 # Of Qwen3.5's recurrent layers, with ENVIRONMENT: all states in float32.
@@ -30,6 +36,14 @@ ENVIRONMENT = {
 }
 # A start takes half the processor time. Not tested then: that each process loads the plugin by itself.
 FORKED = {"SGLANG_ON_CPU_FORK": "1"}
+# What an encoder holds for requests.
+HELD = (
+    "ve_open_calls",
+    "ve_encodes_in_flight",
+    "ve_queued_patches",
+    "ve_queued_bytes",
+    "ve_undelivered_bytes",
+)
 
 documented = functools.partial(documented_in, DOCUMENT)
 
@@ -43,16 +57,17 @@ class Sglang:
         folder: Path,
         arguments: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
+        device: str = "cpu",
     ) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._process = Process(
             [
                 *("-m", "sglang.launch_server", "--model-path", str(checkpoint), "--port", str(self.port)),
-                *(*CPU, *arguments),
+                *(*(CPU if device == "cpu" else SERVING), *arguments),
             ],
             folder / "sglang.log",
-            {**ENVIRONMENT, **(environment or {})},
+            {**(ENVIRONMENT if device == "cpu" else {"HF_HUB_OFFLINE": "1"}), **(environment or {})},
         )
 
     def __enter__(self) -> Self:
@@ -79,10 +94,15 @@ class Sglang:
 
     def generate(self, prompt: str | list[int], images: Sequence[bytes], **fields: Any) -> httpx.Response:
         """SGLang's own request; a prompt has one image placeholder for each image."""
-        key = "text" if isinstance(prompt, str) else "input_ids"
-        sampling = {"temperature": 0, "max_new_tokens": NUM_TOKENS, "ignore_eos": True}
-        media = {"image_data": [data_url(image) for image in images]} if images else {}
-        return self.post("/generate", {key: prompt, "sampling_params": sampling, **media, **fields})
+        return self.post("/generate", generate_body(prompt, images, **fields))
+
+    def leave(self, prompt: str, images: Sequence[bytes], when: Callable[[], object], **fields: Any) -> None:
+        """A client that hangs up at that time, without an answer."""
+        caller = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE_S)
+        with contextlib.closing(caller):
+            body = json.dumps(generate_body(prompt, images, **fields))
+            caller.request("POST", "/generate", body, {"Content-Type": "application/json"})
+            wait_until(when, "the time to hang up")
 
     def tokens(self, prompt: str | list[int], images: Sequence[bytes], **fields: Any) -> list[int]:
         """Of a request that has to succeed."""
@@ -90,6 +110,13 @@ class Sglang:
         assert response.status_code == 200, response.text
         tokens: list[int] = response.json()["output_ids"]
         return tokens
+
+
+def generate_body(prompt: str | list[int], images: Sequence[bytes], **fields: Any) -> dict[str, Any]:
+    key = "text" if isinstance(prompt, str) else "input_ids"
+    sampling = {"temperature": 0, "max_new_tokens": NUM_TOKENS, "ignore_eos": True}
+    media = {"image_data": [data_url(image) for image in images]} if images else {}
+    return {key: prompt, "sampling_params": sampling, **media, **fields}
 
 
 def language_model_arguments(family: str) -> list[str]:
@@ -108,13 +135,18 @@ class Encoder(Restartable):
         device: str = "cpu",
         dtype: str = "float32",
         variables: Mapping[str, str] | None = None,
+        registers_at: str | None = None,
     ) -> None:
+        """registers_at: the URL of SGLang's bootstrap server."""
         self.target = f"127.0.0.1:{free_port()}"
         self.sglang_address = f"127.0.0.1:{free_port()}"
         self.sglang_url = f"http://{self.sglang_address}"
         self.broker_path = broker_path
+        self._admin = f"127.0.0.1:{free_port()}"
         self._checkpoint = checkpoint
         self._variables = {**(variables or {}), **({"OMP_NUM_THREADS": "1"} if device == "cpu" else {})}
+        if registers_at is not None:
+            self._variables |= {"VE_SGLANG_REGISTER": registers_at, "VE_SGLANG_URL": self.sglang_url}
         self._on_device = ["--device", device, "--dtype", dtype]
         if device == "cpu":
             self._on_device += ["--arena-bytes", str(64 << 20)]
@@ -126,15 +158,31 @@ class Encoder(Restartable):
             [
                 *("-m", "encoder_service", *documented("vision-encoder serve", replaced)[1:]),
                 *("--listen", self.target, "--broker-path", str(self.broker_path), *self._on_device),
-                *("--admin-listen", "127.0.0.1:0"),
+                *("--admin-listen", self._admin),
             ],
             self._variables,
             lambda: answers(f"{self.sglang_url}/health"),
             "the encoder",
         )
 
+    def metrics(self) -> dict[str, float]:
+        """Values by name and labels, as they are written."""
+        text = httpx.get(f"http://{self._admin}/metrics", timeout=PATIENCE_S).text
+        pairs = (line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+        return {name: float(value) for name, value in pairs}
 
-def plugin_variables(target: str) -> dict[str, str]:
-    """The documented variables that load the plugin, with this encoder's address."""
+    def held(self) -> dict[str, float]:
+        found = self.metrics()
+        return {name: found[name] for name in HELD if found[name]}
+
+    def total(self, name: str) -> float:
+        """Of a counter since the start, whatever its labels."""
+        return sum(value for labelled, value in self.metrics().items() if labelled.startswith(name + "{"))
+
+
+def plugin_variables(target: str, **settings: Any) -> dict[str, str]:
+    """The documented variables that load the plugin, with this encoder's address. settings: further ones."""
     words = documented("SGLANG_EXTERNAL_MM", {"127.0.0.1:50051": target})
-    return dict(word.split("=", 1) for word in words[: words.index("python")])
+    variables = dict(word.split("=", 1) for word in words[: words.index("python")])
+    variables[VARIABLE] = json.dumps(json.loads(variables[VARIABLE]) | settings)
+    return variables

@@ -34,7 +34,6 @@ from lm_adapter import DigestItem, ItemFailed, VisionEncoderClient
 from lm_adapter.engines.hf_checkpoint import read_config, vision_interface
 from lm_adapter.engines.plugin.images import ImageFile
 from lm_adapter.engines.sglang.prompt import ImagePrompt
-from lm_adapter.engines.sglang.settings import VARIABLE
 from lm_adapter.items import Grid
 from lm_adapter.testing import Fault
 from tests.engines.checkpoints import TOWER_PREFIXES, write_checkpoint
@@ -42,6 +41,7 @@ from tests.engines.faults import FAULTS, OTHER_MODELS, answer_to, in_place_of, n
 from tests.engines.pictures import data_url
 from tests.engines.processes import TIMEOUT_S
 from tests.sglang.conftest import both_families, running_encoder
+from tests.sglang.leaving import ONE, left_during_encode
 from tests.sglang.processes import (
     FORKED,
     LANGUAGE_MODEL,
@@ -57,7 +57,6 @@ pytestmark = [pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore")]
 only_qwen3_vl = pytest.mark.parametrize("family", ["qwen3_vl"], indirect=True, scope="session")
 
 PUBLISHED_KIMI = Path(encoder_service.__file__).parent / "towers" / "synthetic" / "published" / "kimi_k25"
-ONE = prompt(IMAGE, "What is in the picture?")
 TEXT = prompt("Say something about waves.")
 # Prompts, and which images they have.
 CASES = (
@@ -73,9 +72,7 @@ CASES = (
 def plugin(
     family: str, checkpoint: Path, encoder: Encoder, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Sglang]:
-    environment = plugin_variables(encoder.target)
-    settings = json.loads(environment[VARIABLE]) | {"timeout_s": TIMEOUT_S, "retry_s": 2.0, "finite": True}
-    environment[VARIABLE] = json.dumps(settings)
+    environment = plugin_variables(encoder.target, timeout_s=TIMEOUT_S, retry_s=2.0, finite=True)
     folder = tmp_path_factory.mktemp("plugin")
     # Prefill is chunked, and cuts images.
     arguments = [*language_model_arguments(family), "--chunked-prefill-size", "64"]
@@ -345,6 +342,18 @@ def test_p32_an_encoder_that_is_killed_and_comes_back(
     finally:
         encoder.start()
     assert plugin.tokens(ONE, [image]) == reference.tokens(ONE, [image])
+
+
+@only_qwen3_vl
+@pytest.mark.usefixtures("lives_on")
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_a_client_that_hangs_up_during_the_encode(
+    plugin: Sglang, encoder: Encoder, reference: Reference, images: list[bytes], is_stream: bool
+) -> None:
+    """SGLang ends the encode of a stream. Without one it looks for the client once it has the rows."""
+    assert left_during_encode(plugin, [encoder], stream=is_stream) == is_stream
+    assert plugin.tokens(ONE, images[:1]) == reference.tokens(ONE, images[:1])
+    assert plugin.generate(ONE, [new_picture()[0]]).status_code == 200
 
 
 @only_qwen3_vl

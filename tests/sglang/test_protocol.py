@@ -14,14 +14,21 @@ import pytest
 
 from tests.engines.pictures import clip, data_url, picture
 from tests.sglang.conftest import MAX_QUEUED_BYTES, Files, both_families
-from tests.sglang.processes import FORKED, Encoder, Sglang, documented, language_model_arguments
+from tests.sglang.leaving import ONE, left_during_encode
+from tests.sglang.processes import (
+    FORKED,
+    NUM_TOKENS,
+    Encoder,
+    Sglang,
+    documented,
+    language_model_arguments,
+)
 from tests.sglang.reference import CLIP, IMAGE, Reference, prompt
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(600)
 
 TEXT = prompt("Say something about waves.")
-ONE = prompt(IMAGE, "What is in the picture?")
 TWO = prompt(IMAGE, "and", IMAGE, "Compare the two.")
 
 
@@ -169,6 +176,45 @@ def test_an_image_that_is_none_fails_its_own_request(
         assert refused.status_code == 503
         assert "did not return multimodal embeddings" in refused.text
     assert server.tokens(ONE, images[:1]) == reference.tokens(ONE, images[:1])
+
+
+@both_families
+def test_several_samples_and_lists_of_prompts_are_computed_by_sglangs_own_tower(
+    server: Sglang, encoder: Encoder, other_encoder: Encoder, reference: Reference, images: list[bytes]
+) -> None:
+    """docs/sglang.md: no encoder is asked."""
+
+    def num_asked() -> float:
+        return encoder.total("ve_requests_total") + other_encoder.total("ve_requests_total")
+
+    before = num_asked()
+    sampling = {"temperature": 0, "max_new_tokens": NUM_TOKENS, "ignore_eos": True, "n": 2}
+    samples = server.generate(ONE, images[:1], sampling_params=sampling)
+    prompts = server.generate(
+        "", [], text=[ONE, TWO], image_data=[[data_url(images[0])], [data_url(image) for image in images[1:]]]
+    )
+    expected = [reference.tokens(ONE, images[:1]), reference.tokens(TWO, images[1:])]
+    for answer, tokens in ((samples, expected[:1] * 2), (prompts, expected)):
+        assert answer.status_code == 200, answer.text
+        assert [one["output_ids"] for one in answer.json()] == tokens
+    assert num_asked() == before
+    assert server.tokens(ONE, images[:1]) == expected[0]
+    assert num_asked() == before + 1
+
+
+@both_families
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_a_client_that_hangs_up_during_the_encode(
+    server: Sglang,
+    encoder: Encoder,
+    other_encoder: Encoder,
+    reference: Reference,
+    images: list[bytes],
+    is_stream: bool,
+) -> None:
+    """SGLang ends the encode of a stream. Without one it looks for the client once it has the rows."""
+    assert left_during_encode(server, [encoder, other_encoder], stream=is_stream) == is_stream
+    assert server.tokens(TWO, images[:2]) == reference.tokens(TWO, images[:2])
 
 
 @both_families
