@@ -15,7 +15,6 @@ import asyncio
 import base64
 import binascii
 import contextlib
-import functools
 import hashlib
 import json
 import reprlib
@@ -36,15 +35,7 @@ from starlette.routing import Route
 
 from encoder_service import errors
 from encoder_service.config import Settings
-from encoder_service.errors import (
-    InvalidDigest,
-    InvalidRequest,
-    QueueFull,
-    UnknownKey,
-    UnsupportedContent,
-    VisionEncoderError,
-)
-from encoder_service.ingest.urls import UrlFetcher
+from encoder_service.errors import InvalidDigest, InvalidRequest, UnsupportedContent, VisionEncoderError
 from encoder_service.ops.logs import REQUEST_ID_KEY, bind_request, request_id_of
 from encoder_service.ops.metrics import Metrics
 from encoder_service.own_thread import on_own_thread
@@ -52,19 +43,21 @@ from encoder_service.pipeline import EncodeResult, Pipeline
 from encoder_service.rpc.convert import MAX_ITEMS_PER_REQUEST
 from encoder_service.rpc.front_door import Backend
 from encoder_service.rpc.gate import CallPermits
+from encoder_service.rpc.item_reader import ItemReader
 from encoder_service.rpc.observed import Call
 from encoder_service.rpc.sglang_push import Part, head_frame, payload
 from encoder_service.rpc.status import as_service_error, failure_of, status_of
 from encoder_service.rpc.zmq_push import Receivers, Sender
 from encoder_service.scheduler.admission import Admission, Permit
-from encoder_service.types import DigestOnly, EncodedFile, EncodedItem, Item, Modality
+from encoder_service.types import EncodedFile, EncodedItem, Item, Modality
+from vision_encoder.v1 import encoder_pb2 as pb
 
 log = structlog.get_logger(__name__)
 Answer = TypeVar("Answer")
 Wanted = TypeVar("Wanted", bound="Body")
 
 NAMESPACE = "sglang"
-MODALITIES = {"IMAGE": Modality.IMAGE, "VIDEO": Modality.VIDEO}
+MODALITIES = {"IMAGE": (Modality.IMAGE, pb.MODALITY_IMAGE), "VIDEO": (Modality.VIDEO, pb.MODALITY_VIDEO)}
 HASH_PREFIX = "sha256:"
 # From a request's start to the end of its body.
 RECEIVE_S = 30.0
@@ -142,7 +135,7 @@ class EncodeRequest(Body):
 
     @property
     def part(self) -> Part:
-        return Part(self.req_id, self.num_parts, self.part_idx, MODALITIES[self.modality])
+        return Part(self.req_id, self.num_parts, self.part_idx, MODALITIES[self.modality][0])
 
 
 class ReceiverRequest(Body):
@@ -241,7 +234,7 @@ class SglangServer:
         self._admission = Admission(0, settings.max_queued_bytes)
         self._awaited: dict[str, AwaitedReceivers] = {}
         self._pipeline: Pipeline | None = None
-        self._urls: UrlFetcher | None = None
+        self._reader: ItemReader | None = None
         self._registering: list[asyncio.Task[None]] = []
         self.app = Starlette(
             routes=[
@@ -269,7 +262,7 @@ class SglangServer:
     async def attach(self, backend: Backend) -> None:
         """Takes work from now on."""
         self._pipeline = backend.pipeline
-        self._urls = backend.urls
+        self._reader = ItemReader(self._admission, backend.pipeline.workers, None, backend.urls)
         self._registering = [
             asyncio.get_running_loop().create_task(self._keep_registered(url))
             for url in self._settings.sglang_register
@@ -394,10 +387,9 @@ class SglangServer:
         if pipeline is None:
             raise errors.NotReady(f"the service is not ready: {self._not_ready_because()}")
         delivered: dict[int, EncodeResult] = {}
-        running: set[asyncio.Future[None]] = set()
 
         async def encode_item(index: int, item: MediaItem) -> None:
-            result = await self._rows_of(pipeline, part.modality, item, permit, running)
+            result = await self._rows_of(pipeline, part.modality, item)
             delivered[index] = await pipeline.ensure_tier(result, NAMESPACE, "host")
             self._hold(permit, delivered[index].encoded.spec.num_bytes)
 
@@ -422,40 +414,33 @@ class SglangServer:
             call.delivered(self._metrics, result, index, "zmq", pipeline.clock())
 
     def _hold(self, permit: Permit, num_bytes: int) -> None:
-        """Counts bytes that come beside the request's body, until its end. Raises InvalidRequest where the
-        request alone exceeds the limit, QueueFull where other requests leave too little of it."""
+        """Counts rows of the request until its end. Raises InvalidRequest where the request alone exceeds the
+        limit, QueueFull where other requests leave too little of it."""
         needed, limit = permit.num_bytes + num_bytes, self._admission.max_bytes
         if needed > limit:
             raise InvalidRequest(
-                f"the request has at least {needed} bytes with its files and rows, at most {limit} are taken"
+                f"the request has at least {needed} bytes with its rows, at most {limit} are taken"
             )
         permit.add_bytes(num_bytes)
 
-    async def _rows_of(
-        self,
-        pipeline: Pipeline,
-        modality: Modality,
-        item: MediaItem,
-        permit: Permit,
-        running: set[asyncio.Future[None]],
-    ) -> EncodeResult:
-        """permit: the request's, in which a file that is fetched counts as one in the body does. running: as
-        of ``encoded_beside``."""
+    async def _rows_of(self, pipeline: Pipeline, modality: Modality, item: MediaItem) -> EncodeResult:
         if not item.url.startswith(("http://", "https://")):
             data = await self._on_worker(len(item.url), inline_content, item)
-        elif self._urls is None:
-            raise UnsupportedContent("this service takes no URLs; send the bytes")
-        elif not item.url.isascii():
+            return await pipeline.encode(Item(modality, EncodedFile(data), item.digest), namespace=NAMESPACE)
+
+        if not item.url.isascii():
             raise InvalidRequest("the URL has characters outside of ASCII")
-        else:
-            if item.digest is not None:
-                # An item with a digest is fetched only if its rows are not stored.
-                with contextlib.suppress(UnknownKey):
-                    held = Item(modality, DigestOnly(), item.digest)
-                    return await pipeline.encode(held, namespace=NAMESPACE)
-            data = await self._urls.fetch(item.url, modality, functools.partial(self._hold, permit))
-            await self._on_worker(len(data), verify, data, item.digest)
-        return await encoded_beside(running, pipeline, Item(modality, EncodedFile(data), item.digest))
+
+        async def encode_fetched(fetched: Item) -> EncodeResult:
+            if isinstance(fetched.content, EncodedFile):
+                await self._on_worker(len(fetched.content.data), verify, fetched.content.data, item.digest)
+            return await pipeline.encode(fetched, namespace=NAMESPACE)
+
+        assert self._reader is not None
+        message = pb.Item(
+            modality=MODALITIES[modality.name][1], url=item.url, content_digest=item.digest or b""
+        )
+        return await self._reader.ask(message, encode_fetched)
 
     # -- receivers that name themselves ----------------------------------------------------------------
 
@@ -554,24 +539,6 @@ def parse_object(data: bytearray) -> Mapping[str, object]:
     if not isinstance(body, dict):
         raise InvalidRequest(f"the body is a {type(body).__name__}, needed is an object")
     return body
-
-
-async def encoded_beside(running: set[asyncio.Future[None]], pipeline: Pipeline, item: Item) -> EncodeResult:
-    """The item's rows. running: the encodes of its request in progress. Where the queue has no room beside
-    them, the item is encoded after them: else a request of more patches than the queue takes would be refused
-    whenever it came. Raises as ``Pipeline.encode``."""
-    while True:
-        ended = asyncio.get_running_loop().create_future()
-        running.add(ended)
-        try:
-            return await pipeline.encode(item, namespace=NAMESPACE)
-        except QueueFull:
-            if running == {ended}:
-                raise
-        finally:
-            running.remove(ended)
-            ended.set_result(None)
-        await asyncio.wait(running)
 
 
 async def all_of(*work: Coroutine[object, object, None]) -> None:

@@ -9,7 +9,9 @@ never come here.
 Rows are held from their order until vLLM has computed past them or their requests are over; then they live on
 in vLLM's own encoder cache. A request whose rows are all there orders none. One that is preempted may read
 them again. A request that waits for room holds nothing, so that those that hold rows have all that they need,
-and end. More rows than fit into the buffer at once come in portions, in step with chunked prefill.
+and end. A running one whose rows left vLLM's cache meanwhile holds KV blocks, though: where it finds no room,
+those that do not run give up theirs. More rows than fit into the buffer at once come in portions, in step
+with chunked prefill.
 """
 
 from __future__ import annotations
@@ -82,9 +84,10 @@ class SharedRows:
 class _Request:
     """replies: of its items. held: rows by index of the feature. needed: features whose rows the request
     queues for. is_in_portions: while it queues, some are ordered already. was_in_step: a step has computed
-    with its rows."""
+    with its rows. request: vLLM's."""
 
     request_id: str
+    request: Any = None
     replies: set[str] = field(default_factory=set)
     wanted: list[WantedItem] = field(default_factory=list)
     held: dict[int, SharedRows] = field(default_factory=dict)
@@ -92,6 +95,12 @@ class _Request:
     is_in_portions: bool = False
     was_in_step: bool = False
     has_failed: bool = False
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it has KV blocks."""
+        is_running: bool = self.request.status.name == "RUNNING"
+        return is_running
 
 
 class RequestTracker:
@@ -146,7 +155,6 @@ class RequestTracker:
         ahead = [index for index, wanted in enumerate(state.wanted) if wanted.end > num_computed_tokens]
         if not state.held and not state.needed and self._are_in_cache(state.wanted[index] for index in ahead):
             # vLLM frees none of them before it has looked for those of this step.
-            state.was_in_step = True
             return True
         # vLLM reports no feature as passed if its tokens come from the prefix cache.
         known = {*state.held, *state.needed}
@@ -268,7 +276,7 @@ class RequestTracker:
     # -- requests --------------------------------------------------------------------------------------
 
     def _admit(self, request: Any) -> _Request:
-        state = _Request(request.request_id)
+        state = _Request(request.request_id, request)
         self._requests[request.request_id] = state
         try:
             self._take_files(request, state)
@@ -327,6 +335,8 @@ class RequestTracker:
             return
         is_queued = state in self._queue
         state.needed = deque(index for index in ahead if index not in state.held)
+        if state.is_running and (self._queue or not self._has_room(state)):
+            self._give_up()
         if self._queue or not self._has_room(state):
             # Two requests that each hold a part and wait for the rest would block each other.
             for index in list(state.held):
@@ -334,9 +344,20 @@ class RequestTracker:
             state.needed = deque(ahead)
         if not is_queued:
             # One that was preempted has begun its answer: only one that is in portions is before it.
+            has_begun = state.was_in_step or state.is_running
             is_behind = bool(self._queue) and self._queue[0].is_in_portions
-            self._queue.insert(int(is_behind) if state.was_in_step else len(self._queue), state)
+            self._queue.insert(int(is_behind) if has_begun else len(self._queue), state)
         self._start_queued()
+
+    def _give_up(self) -> None:
+        """Those that do not run may wait for KV blocks of a request that waits for their room. They order
+        their rows again."""
+        for state in self._requests.values():
+            if state.held and not state.is_running:
+                self._release(state)
+                state.is_in_portions = False
+                if state in self._queue:
+                    self._queue.remove(state)
 
     def _check_steps(self, ahead: list[WantedItem]) -> None:
         """Raises InvalidRequest if the rows of some step do not fit into the buffer. A step may begin at the

@@ -10,6 +10,7 @@ import secrets
 from collections import UserDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from types import SimpleNamespace
 from typing import Any, NamedTuple, Self
 from unittest import mock
@@ -94,10 +95,17 @@ class Feature:
     mm_position: Position
 
 
+class RequestStatus(Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+
+
 @dataclass(eq=False)
 class Request:
     mm_features: list[Feature]
     request_id: str = field(default_factory=lambda: f"request-{secrets.token_hex(8)}")
+    status: RequestStatus = RequestStatus.WAITING
 
     @property
     def num_tokens(self) -> int:

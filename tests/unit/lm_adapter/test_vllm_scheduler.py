@@ -35,7 +35,14 @@ from lm_adapter.engines.vllm.settings import Settings
 from lm_adapter.errors import DeadlineExceeded, EncoderError, EncoderUnavailable, InvalidRows, ItemFailed
 from lm_adapter.items import ClipItem, Grid, Modality, PreprocessOptions
 from lm_adapter.types import KeyState, PrefetchStatus
-from tests.unit.lm_adapter.connector_rig import Element, Feature, Fields, Position, Request
+from tests.unit.lm_adapter.connector_rig import (
+    Element,
+    Feature,
+    Fields,
+    Position,
+    Request,
+    RequestStatus,
+)
 
 GEOMETRY = Geometry(width=12, dtype="float32", num_levels=2, merge_size=2, merges_time=False)
 GRID, TURNED, DOUBLE = Grid(1, 4, 6), Grid(1, 6, 4), Grid(1, 8, 6)
@@ -784,6 +791,67 @@ def test_p24_a_preempted_request_is_before_those_that_have_not_begun(
     assert set(engine.under_way) == {feature.identifier for feature in large.mm_features}
 
 
+@pytest.mark.parametrize("num_waiting", [4, 5])
+def test_p24_a_running_request_gets_the_room_of_those_that_wait_for_its_kv_blocks(
+    engine: Engine, num_waiting: int
+) -> None:
+    """Its rows were in vLLM's cache when it began, and left it. The others have rows, or portions of them."""
+    tracker = tracker_of(engine, step_tokens=1)
+    begun, new = [new_image(), new_image()], request_of(new_image())
+    waiting = request_of(*(new_image() for _ in range(num_waiting)))
+    running = request_of(*begun)
+    tracker.in_cache = {image.name for image in begun}
+    assert tracker.ensure(running, 0)
+    running.status = RequestStatus.RUNNING
+    assert is_ready(tracker, engine, waiting)
+    assert not tracker.ensure(new, 0)
+    tracker.in_cache = set()
+    assert not tracker.ensure(running, 2)
+    assert engine.under_way[:2] == [image.name for image in begun]
+    assert not tracker.ensure(running, 2)
+    assert not tracker.ensure(waiting, 0)
+    engine.end_all()
+    assert tracker.ensure(running, 2)
+    tracker.finished(running)
+    for request in (new, waiting):
+        assert is_ready(tracker, engine, request)
+        tracker.finished(request)
+    assert (tracker.used_bytes, engine.on_ranks) == (0, {})
+
+
+def test_p24_a_request_that_vllms_cache_let_in_queues_behind_others_until_it_runs(
+    tracker: RequestTracker, engine: Engine
+) -> None:
+    known, queued = request_of(new_image()), request_of(new_image())
+    large = request_of(*(new_image() for _ in range(4)))
+    tracker.in_cache = {known.mm_features[0].identifier}
+    assert tracker.ensure(known, 0)
+    assert is_ready(tracker, engine, large)
+    assert not tracker.ensure(queued, 0)
+    tracker.in_cache = set()
+    assert not tracker.ensure(known, 0)
+    tracker.finished(large)
+    assert engine.under_way == [one.mm_features[0].identifier for one in (queued, known)]
+
+
+def test_p24_two_running_requests_do_not_take_each_others_room(engine: Engine) -> None:
+    tracker = tracker_of(engine)
+    first, second = (request_of(*(new_image() for _ in range(3))) for _ in range(2))
+    tracker.in_cache = {feature.identifier for one in (first, second) for feature in one.mm_features}
+    for request in (first, second):
+        assert tracker.ensure(request, 0)
+        request.status = RequestStatus.RUNNING
+    tracker.in_cache = set()
+    for _ in range(3):
+        assert not tracker.ensure(first, 1)
+        assert not tracker.ensure(second, 1)
+    engine.end_all()
+    assert tracker.ensure(first, 1)
+    assert not tracker.ensure(second, 1)
+    tracker.finished(first)
+    assert is_ready(tracker, engine, second)
+
+
 def test_p33_any_number_of_queued_requests_can_fail_at_once(tracker: RequestTracker, engine: Engine) -> None:
     """None of them has rows when it comes, so that only their start finds the first to be another image."""
     blocker, right = request_of(*(new_image() for _ in range(4))), request_of(Image("x"))
@@ -1100,6 +1168,8 @@ class Vllm:
         self.freed: set[str] = set()
         """What the workers are told with the next step."""
         self.on_workers: set[str] = set()
+        self.kv_tokens = self.random.choice([80, 160, 1000])
+        """At least those of one request, which takes them all when it begins."""
         self.images = [Image(f"image {n}", self.random.choice([GRID, DOUBLE])) for n in range(6)]
         self.undecodable = Image("undecodable")
 
@@ -1115,9 +1185,10 @@ class Vllm:
         """One pass and the step that it makes. Other requests in it took the place of some cached rows."""
         evicted = {name for name in sorted(self.in_cache) if self.random.random() < self.eviction}
         self.in_cache -= evicted
-        if not self.tracker.ensure(one.request, one.computed):
+        if not self.tracker.ensure(one.request, one.computed) or not self.has_blocks(one):
             self.end_pass(evicted, {})
             return
+        one.request.status = RequestStatus.RUNNING
         end = min(one.computed + self.step_tokens, one.request.num_tokens)
         used, passed, cached = {}, [], set()
         for index, (image, feature) in enumerate(zip(one.images, one.request.mm_features, strict=True)):
@@ -1147,6 +1218,10 @@ class Vllm:
         if end == one.request.num_tokens:
             self.leave(one)
 
+    def has_blocks(self, one: Running) -> bool:
+        running = {one, *(other for other in self.running if other.request.status is RequestStatus.RUNNING)}
+        return sum(each.request.num_tokens for each in running) <= self.kv_tokens
+
     def end_pass(self, freed: set[str], scheduled: dict[str, int]) -> None:
         self.tracker.freed(freed, scheduled)
         self.freed |= freed
@@ -1162,6 +1237,8 @@ class Vllm:
 
     def preempt(self, one: Running) -> None:
         """It starts anew, behind what vLLM's prefix cache still has of it."""
+        if one.request.status is RequestStatus.RUNNING:
+            one.request.status = RequestStatus.PREEMPTED
         one.computed = self.random.choice([0, self.random.randint(0, one.most)])
 
     def leave(self, one: Running) -> None:
