@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -13,6 +14,9 @@ from encoder_service.towers.synthetic import make_checkpoint
 
 TOWER_PREFIXES = ("model.visual.", "vision_tower.", "mm_projector.")
 INDEX = "model.safetensors.index.json"
+MIXTURES = ("qwen3_vl_moe", "qwen3_5_moe")
+"""Families whose MLPs have experts, of the dense families without the ending."""
+NUM_EXPERTS = 4
 KIMI_SPELLING = {
     "vt_hidden_size": "hidden_size",
     "vt_num_hidden_layers": "num_hidden_layers",
@@ -23,10 +27,14 @@ KIMI_SPELLING = {
     "init_pos_emb_time": "pos_emb_time",
 }
 
+Tensors = dict[str, torch.Tensor]
+
 
 def write_checkpoint(out: Path, family: str, *, size: str = "tiny", with_tower: bool = True) -> Path:
     """A small model in the published layout. with_tower: False leaves the tower's tensors out."""
-    make_checkpoint(out, family, size, seed=3, with_lm=True)
+    make_checkpoint(out, family.removesuffix("_moe"), size, seed=3, with_lm=True)
+    if family in MIXTURES:
+        _mix_experts(out, family)
     if family == "kimi_k25":
         _respell(out / "config.json")
         _settle_experts(out)
@@ -50,23 +58,71 @@ def _settle_experts(folder: Path) -> None:
     """The same two experts for every token. Among random ones a rounding of the rows picks others, and two
     towers that agree to 16 bits would not give the same tokens."""
 
-    def settle(name: str, tensor: torch.Tensor) -> torch.Tensor | None:
-        if name.endswith("e_score_correction_bias"):
-            return 4.0 * torch.arange(len(tensor), dtype=tensor.dtype)
-        return tensor
+    def settle(tensors: Tensors) -> Tensors:
+        order = {
+            name: 4.0 * torch.arange(len(tensor), dtype=tensor.dtype)
+            for name, tensor in tensors.items()
+            if name.endswith("e_score_correction_bias")
+        }
+        return tensors | order
 
     _edit(folder, settle)
 
 
+def _mix_experts(folder: Path, family: str) -> None:
+    """Cuts each dense MLP into experts. Every token uses all of them, in shares that the router gives it, so
+    that no rounding of the rows picks others. In Qwen3.5 the whole MLP is the shared expert."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    text = config["text_config"]
+    config["model_type"], text["model_type"] = family, f"{family}_text"
+    config["architectures"] = [config["architectures"][0].replace("For", "MoeFor")]
+    text |= {
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": text["intermediate_size"] // NUM_EXPERTS,
+        "norm_topk_prob": True,
+        "num_experts": NUM_EXPERTS,
+        "num_experts_per_tok": NUM_EXPERTS,
+    }
+    if family == "qwen3_5_moe":
+        text["shared_expert_intermediate_size"] = text["intermediate_size"]
+    path.write_text(json.dumps(config))
+    width = text["hidden_size"]
+
+    def mix(tensors: Tensors) -> Tensors:
+        mixed = dict(tensors)
+        for name in [name for name in tensors if re.search(r"language_model.*\.mlp\.gate_proj", name)]:
+            stem = name.removesuffix("gate_proj.weight")
+            parts = {part: mixed.pop(f"{stem}{part}_proj.weight") for part in ("gate", "up", "down")}
+            gates, ups = (parts[part].reshape(NUM_EXPERTS, -1, width) for part in ("gate", "up"))
+            downs = NUM_EXPERTS * parts["down"].reshape(width, NUM_EXPERTS, -1).transpose(0, 1)
+            both = torch.cat((gates, ups), 1)
+            if family == "qwen3_vl_moe":  # published as [experts, in, out]
+                both, downs = both.transpose(1, 2), downs.transpose(1, 2)
+            else:
+                mixed |= {f"{stem}shared_expert.{part}_proj.weight": parts[part] for part in parts}
+                mixed[f"{stem}shared_expert_gate.weight"] = parts["up"][-1:].clone()
+            mixed[f"{stem}experts.gate_up_proj"] = both.contiguous()
+            mixed[f"{stem}experts.down_proj"] = downs.contiguous()
+            mixed[f"{stem}gate.weight"] = parts["up"][:NUM_EXPERTS].clone()
+        return mixed
+
+    _edit(folder, mix)
+
+
 def _drop_tower(folder: Path) -> None:
-    _edit(folder, lambda name, tensor: None if name.startswith(TOWER_PREFIXES) else tensor)
+    def drop(tensors: Tensors) -> Tensors:
+        return {name: one for name, one in tensors.items() if not name.startswith(TOWER_PREFIXES)}
+
+    _edit(folder, drop)
 
 
-def _edit(folder: Path, change: Any) -> None:
+def _edit(folder: Path, change: Callable[[Tensors], Tensors]) -> None:
+    """change: of the tensors of one file."""
     weight_map = {}
     for path in sorted(folder.glob("*.safetensors")):
-        changed = {name: change(name, tensor) for name, tensor in load_file(path).items()}
-        kept = {name: tensor for name, tensor in changed.items() if tensor is not None}
+        kept = change(load_file(path))
         path.unlink()
         if kept:
             save_file(kept, path, metadata={"format": "pt"})

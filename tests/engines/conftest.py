@@ -36,20 +36,60 @@ else:
     INPUT = data_url(picture(7))
 
 FAMILIES = ("qwen3_vl", "qwen3_5", "kimi_k25")
-DTYPES = {"qwen3_vl": "float32", "qwen3_5": "bfloat16", "kimi_k25": "bfloat16"}
+DTYPES = {
+    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe"), "float32"),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "kimi_k25"), "bfloat16"),
+}
 NUM_SETS = 4
 # Processor options of a request, by number of its case.
 OPTIONS = [(2, {"min_pixels": 65536}), (3, {"max_pixels": 70000}), (0, {"size": {"shortest_edge": 90000}})]
+
+# Of requests with tools: the model has to write the word.
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "name_it",
+            "strict": True,
+            "parameters": {
+                "type": "object",
+                "properties": {"word": {"type": "string", "pattern": "^[a-z]{8}$"}},
+                "required": ["word"],
+                "additionalProperties": False,
+            },
+        },
+    }
+]
+CALL = {
+    "tools": TOOLS,
+    "tool_choice": {"type": "function", "function": {"name": "name_it"}},
+    "temperature": 0,
+    "max_tokens": 128,
+    # JSON may have any number of spaces between its signs, and a model of random weights may like them. The
+    # tokens of single bytes have the bytes' numbers.
+    "logit_bias": {str(byte): -100 for byte in b"\t\n\r "},
+}
+TOOL_ARGUMENTS = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
 
 # Of a request's clips: more frames than there are by default.
 SAMPLING = {"fps": 3, "min_frames": 6, "max_frames": 11}
 
 
+class Checkpoints(dict[str, Path]):
+    """Written when they are first asked for."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    def __missing__(self, family: str) -> Path:
+        self[family] = write_checkpoint(self._root / family, family)
+        return self[family]
+
+
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Per family a whole model."""
-    root = tmp_path_factory.mktemp("engines")
-    return {family: write_checkpoint(root / family, family) for family in FAMILIES}
+    return Checkpoints(tmp_path_factory.mktemp("engines"))
 
 
 @pytest.fixture(
@@ -83,7 +123,7 @@ def stack(
     folder = tmp_path_factory.mktemp("stack")
     checkpoint = write_checkpoint(folder / "checkpoint", family, with_tower=False)
     before = encoder.num_asked()
-    with Stack(encoder, checkpoint, DTYPES[family], folder) as running:
+    with Stack(encoder, checkpoint, DTYPES[family], folder, arguments=TOOL_ARGUMENTS) as running:
         assert encoder.num_asked() == before
         running.answer(with_pixels(CASES[0], [picture(random.getrandbits(32))]))
         assert encoder.num_asked() > before
@@ -165,6 +205,7 @@ def tower_settings(
         if has_clips
         else [],
         "sampling": SAMPLING,
+        "calls": CALL if family == "qwen3_vl" else None,
         # Of Qwen3-VL also in other forms than files: test_every_form_of_media_that_vllm_takes.
         "encoder": encoder.target if family == "qwen3_vl" else None,
         "inputs": INPUT,

@@ -44,7 +44,11 @@ def main() -> None:
         from vllm.distributed import cleanup_dist_env_and_memory
 
         cleanup_dist_env_and_memory()
-        few = {"sets": [settings["sets"][0][:1]], "clips": [settings["clips"][answers["chosen_clips"]]]}
+        few = {
+            "sets": [settings["sets"][0][:1]],
+            "clips": [settings["clips"][answers["chosen_clips"]]],
+            "calls": None,
+        }
         answers["by_encoder"] = answers_of({**settings, **few, "options": []}, settings["encoder"])
     sys.stdout.write("\n" + json.dumps(answers) + "\n")
 
@@ -81,7 +85,9 @@ def answers_of(settings: dict[str, Any], target: str | None) -> dict[str, Any]:
         return decided.index(max(decided)), decided, by_set
 
     chosen, decided, by_set = best_of(settings["sets"])
+    (tower,) = language_model.apply_model(tower_elements)
     answers = {
+        "tower": tower,
         "chosen": chosen,
         "decided": decided,
         "answers": by_set[chosen],
@@ -91,6 +97,11 @@ def answers_of(settings: dict[str, Any], target: str | None) -> dict[str, Any]:
             for number, options in settings["options"]
         ],
     }
+    if settings["calls"]:
+        answers["calls"] = [
+            call_of(language_model, conversation, settings["calls"])
+            for conversation in settings["sets"][0][:2]
+        ]
     if settings["clips"]:
         chosen, decided, by_set = best_of(settings["clips"])
         answers |= {
@@ -109,6 +120,32 @@ def answers_of(settings: dict[str, Any], target: str | None) -> dict[str, Any]:
             language_model, sampling, settings["inputs"], with_encoder=bool(target)
         )
     return answers
+
+
+def tower_elements(model: Any) -> dict[str, int]:
+    """Elements of the tower's parameters that are in memory, and of those that only have a shape."""
+    numbers = {"present": 0, "missing": 0}
+    for name, layer in model.named_children():
+        if name in ("visual", "vision_tower", "mm_projector"):
+            # vLLM hides a module that it leaves out.
+            for parameter in layer.__dict__.get("module", layer).parameters():
+                numbers["missing" if parameter.is_meta else "present"] += parameter.numel()
+    return numbers
+
+
+def call_of(language_model: Any, conversation: Any, fields: dict[str, Any]) -> dict[str, Any]:
+    """The function that the model calls, as vLLM's HTTP server gets it of a request with these fields."""
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.parser import ParserManager
+
+    kind = ParserManager.get_parser(tool_parser_name="hermes", enable_auto_tools=True)
+    request = ChatCompletionRequest.model_validate({"messages": conversation, **fields})
+    parser = kind(language_model.get_tokenizer(), request.tools)
+    request = parser.adjust_request(request)
+    sampling = request.to_sampling_params(fields["max_tokens"], {})
+    (output,) = language_model.chat([conversation], sampling, use_tqdm=False, tools=fields["tools"])
+    _, _, (call,) = parser.parse(output.outputs[0].text, request, enable_auto_tools=True)
+    return {"name": call.name, "arguments": call.arguments}
 
 
 def ask_in_other_forms(

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import httpx
 
@@ -25,6 +25,9 @@ from lm_adapter import DeadlineExceeded, VisionEncoderClient
 from tests.engines.agreement import of_response
 from tests.engines.pictures import TEXT
 from tests.ports import free_port
+
+if TYPE_CHECKING:
+    from tests.engines.replicas import Replicas
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "docs" / "vllm.md"
@@ -292,11 +295,11 @@ def answers(url: str) -> bool:
 
 
 class Stack:
-    """A vLLM server fed by an encoder, which may stop and start meanwhile."""
+    """A vLLM server fed by an encoder, or several behind a gateway, which may stop and start meanwhile."""
 
     def __init__(
         self,
-        encoder: Encoder,
+        encoder: Encoder | Replicas,
         checkpoint: Path,
         dtype: str,
         folder: Path,

@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from lm_adapter.engines.plugin.geometry import Geometry
 from lm_adapter.engines.vllm import models
 from lm_adapter.engines.vllm.models import ARCHITECTURES, check_model
 from lm_adapter.engines.vllm.settings import CONNECTOR, MODULE, Settings, mark
@@ -176,6 +177,30 @@ def test_threads_that_read_the_first_media_at_once_share_one_event_loop(
     monkeypatch.setattr(frontend, "EncoderCalls", slow_calls)
     with ThreadPoolExecutor(num_threads) as pool:
         assert len(set(pool.map(ask, range(num_threads)))) == 1
+
+
+@pytest.mark.parametrize(
+    ("geometry", "grids", "shapes"),
+    [
+        (Geometry(64, "float32", 0, 2, merges_time=False), {"image_grid_thw": [[1, 4, 6]]}, [(6, 64)]),
+        (
+            Geometry(64 * 4, "bfloat16", 3, 2, merges_time=False),
+            {"video_grid_thw": [[5, 4, 6], [1, 2, 2]]},
+            [(30, 256), (1, 256)],
+        ),
+        (Geometry(64, "float16", 0, 2, merges_time=True), {"grid_thws": [[3, 4, 6]]}, [(6, 64)]),
+    ],
+)
+def test_memory_is_measured_with_rows_of_full_size(
+    geometry: Geometry, grids: dict[str, Any], shapes: list[tuple[int, int]]
+) -> None:
+    """Where vLLM embeds its largest item, all levels of the rows take their memory."""
+    model = object.__new__(getattr(models, QWEN))
+    model.__dict__ |= {"_consumes_rows": True, "_geometry": geometry}
+    found = model.embed_multimodal(**{name: torch.tensor(grid) for name, grid in grids.items()})
+    assert [tuple(rows.shape) for rows in found] == shapes
+    assert {str(rows.dtype) for rows in found} == {f"torch.{geometry.dtype}"}
+    assert not any(rows.any() for rows in found)
 
 
 def test_without_the_connector_all_is_vllms_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,17 +1,21 @@
-"""vLLM's own tower against rows from us, for all three models: the tokens are the same, whatever is asked."""
+"""vLLM's own tower against rows from us, for all models: the tokens are the same, whatever is asked."""
 
 from __future__ import annotations
 
 import json
 import random
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from tests.engines.agreement import agree, compared
-from tests.engines.conftest import DTYPES, OPTIONS, SAMPLING
+from tests.engines.checkpoints import MIXTURES, TOWER_PREFIXES
+from tests.engines.conftest import CALL, DTYPES, FAMILIES, OPTIONS, SAMPLING, TOOLS
 from tests.engines.pictures import CASES, CLIP_CASES, with_pixels
 from tests.engines.processes import Stack, chat_body
 
@@ -24,6 +28,12 @@ with_clips = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.parametrize(
+    "family",
+    [FAMILIES[0], *(pytest.param(name, marks=pytest.mark.extended) for name in (*FAMILIES[1:], *MIXTURES))],
+    indirect=True,
+    scope="session",
+)
 def test_rows_give_the_tokens_of_the_tower(
     family: str, tower: dict[str, Any], images: list[bytes], stack: Stack
 ) -> None:
@@ -31,6 +41,23 @@ def test_rows_give_the_tokens_of_the_tower(
     for _ in range(2):
         found = [stack.answer(with_pixels(case, images)) for case in CASES]
         agree(tower["answers"], found, DTYPES[family])
+
+
+def test_no_vision_tower_is_loaded(
+    family: str, tower: dict[str, Any], stack: Stack, checkpoints: dict[str, Path]
+) -> None:
+    """What the log says is saved is the tower of the checkpoint, of which a process with rows has nothing."""
+    num_elements = sum(
+        tensor.numel()
+        for path in checkpoints[family].glob("*.safetensors")
+        for name, tensor in load_file(path).items()
+        if name.startswith(TOWER_PREFIXES)
+    )
+    num_mib = num_elements * getattr(torch, DTYPES[family]).itemsize / 2**20
+    assert f"no vision tower is loaded, which saves {num_mib:.0f} MiB here" in stack.vllm.log
+    assert tower["tower"]["present"] > 0
+    if "by_encoder" in tower:
+        assert tower["by_encoder"]["tower"] == {"present": 0, "missing": num_elements}
 
 
 def test_other_pictures_would_be_noticed(
@@ -115,21 +142,50 @@ def test_a_conversation_of_several_turns_streams(
     reply = {"role": "assistant", "content": "A picture."}
     turns = [*first, reply, *with_pixels(CASES[1], images)]
     whole = stack.answer(turns)
-    body = chat_body(turns, stream=True)
-    with httpx.stream("POST", f"{stack.vllm.url}/v1/chat/completions", json=body, timeout=60) as response:
-        lines = [line.removeprefix("data: ") for line in response.iter_lines() if line.startswith("data: ")]
-    assert response.status_code == 200
-    assert lines[-1] == "[DONE]"
     steps = [
         step
-        for line in lines[:-1]
-        for choice in json.loads(line)["choices"]
+        for choice in streamed(stack, turns)
         for step in (choice.get("logprobs") or {"content": []})["content"]
     ]
     tokens = [int(step["token"].removeprefix("token_id:")) for step in steps]
     if DTYPES[family] == "float32":
         assert tokens == whole["tokens"]
     assert len(tokens) == len(whole["tokens"])
+
+
+def streamed(stack: Stack, messages: list[dict[str, Any]], **fields: Any) -> list[dict[str, Any]]:
+    """The choices of a stream's events."""
+    body = chat_body(messages, stream=True, **fields)
+    with httpx.stream("POST", f"{stack.vllm.url}/v1/chat/completions", json=body, timeout=60) as response:
+        lines = [line.removeprefix("data: ") for line in response.iter_lines() if line.startswith("data: ")]
+    assert response.status_code == 200
+    assert lines[-1] == "[DONE]"
+    return [choice for line in lines[:-1] for choice in json.loads(line)["choices"]]
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl"], indirect=True, scope="session")
+def test_functions_are_called_as_with_the_tower(
+    family: str, tower: dict[str, Any], image_sets: list[list[bytes]], images: list[bytes], stack: Stack
+) -> None:
+    """By vLLM's own parser, whole and streamed. Where the model may choose, it calls none, and answers as
+    without tools."""
+    fields = {**CALL, "ignore_eos": False}
+    first, second = (with_pixels(case, image_sets[0]) for case in CASES[:2])
+    whole = stack.chat(first, **fields)
+    assert whole.status_code == 200, whole.text
+    (call,) = whole.json()["choices"][0]["message"]["tool_calls"]
+    deltas = [choice["delta"] for choice in streamed(stack, second, **fields)]
+    parts = [part["function"] for delta in deltas for part in delta.get("tool_calls") or []]
+    joined = {name: "".join(part.get(name) or "" for part in parts) for name in ("name", "arguments")}
+    found, expected = (
+        # Spaces in a stream are the model's.
+        [(one["name"], json.loads(one["arguments"])) for one in calls]
+        for calls in ((call["function"], joined), tower["calls"])
+    )
+    assert found == expected
+    assert found[0] != found[1]
+    chosen = stack.answer(with_pixels(CASES[0], images), tools=TOOLS)
+    agree(tower["answers"][:1], [chosen], DTYPES[family])
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl"], indirect=True, scope="session")
