@@ -70,6 +70,8 @@ CALL = {
     "logit_bias": {str(byte): -100 for byte in b"\t\n\r "},
 }
 TOOL_ARGUMENTS = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
+# A user's own limits do not bring the tower back.
+LIMITS = ("--limit-mm-per-prompt", '{"image": 9}')
 
 # Of a request's clips: more frames than there are by default.
 SAMPLING = {"fps": 3, "min_frames": 6, "max_frames": 11}
@@ -123,7 +125,7 @@ def stack(
     folder = tmp_path_factory.mktemp("stack")
     checkpoint = write_checkpoint(folder / "checkpoint", family, with_tower=False)
     before = encoder.num_asked()
-    with Stack(encoder, checkpoint, DTYPES[family], folder, arguments=TOOL_ARGUMENTS) as running:
+    with Stack(encoder, checkpoint, DTYPES[family], folder, arguments=(*TOOL_ARGUMENTS, *LIMITS)) as running:
         assert encoder.num_asked() == before
         running.answer(with_pixels(CASES[0], [picture(random.getrandbits(32))]))
         assert encoder.num_asked() > before

@@ -84,7 +84,7 @@ class SharedRows:
 class _Request:
     """replies: of its items. held: rows by index of the feature. needed: features whose rows the request
     queues for. is_in_portions: while it queues, some are ordered already. was_in_step: a step has computed
-    with its rows. request: vLLM's."""
+    with its rows. request: vLLM's. end: of the tokens of its last item."""
 
     request_id: str
     request: Any = None
@@ -95,6 +95,12 @@ class _Request:
     is_in_portions: bool = False
     was_in_step: bool = False
     has_failed: bool = False
+    end: int = 0
+
+    def is_past(self, request: Any, num_computed_tokens: int) -> bool:
+        """Whether all of its items are computed, and none of their rows are held."""
+        has_more = num_computed_tokens < self.end or len(request.mm_features) != len(self.wanted)
+        return not (has_more or self.held or self.needed or self.has_failed)
 
     @property
     def is_running(self) -> bool:
@@ -145,8 +151,12 @@ class RequestTracker:
     def ensure(self, request: Any, num_computed_tokens: int) -> bool:
         """Whether the request's next step can be scheduled: its rows are on every rank. Orders what is
         missing, also for later steps."""
+        state = self._requests.get(request.request_id)
+        if state is not None and state.is_past(request, num_computed_tokens):
+            # As for each token of an answer: vLLM asks about all running requests at each step.
+            return True
         self._take_ended()
-        state = self._requests.get(request.request_id) or self._admit(request)
+        state = state or self._admit(request)
         if not state.has_failed and len(request.mm_features) != len(state.wanted):
             # vLLM's streaming sessions. Without its rows an item would be computed as zeros.
             self._fail(state, InvalidRequest("items cannot be added to a request that was admitted"))
@@ -325,6 +335,7 @@ class RequestTracker:
             kept = {name: value for name, value in data.items() if name not in FILE_FIELDS}
             features.append(replace(feature, data=type(data)(kept)))
         request.mm_features, state.wanted = features, wanted
+        state.end = max((one.end for one in wanted), default=0)
 
     def _enqueue(self, state: _Request, ahead: list[int]) -> None:
         """Queues for the rows of all these features."""

@@ -176,6 +176,7 @@ def assert_rejected(tracker: RequestTracker, *requests: Request) -> None:
     assert not any(tracker.ensure(request, 0) for request in requests)
     assert tracker.take_unavailable() == {request.request_id for request in requests}
     assert tracker.take_unavailable() == set()
+    assert not any(tracker.ensure(request, tokens) for request in requests for tokens in (0, 1000))
 
 
 # Waiting and room -----------------------------------------------------------------------------------------
@@ -760,7 +761,10 @@ def test_p32_images_that_come_later_end_their_request(tracker: RequestTracker, e
     """vLLM's streaming sessions add features to a request that was admitted."""
     request = request_of(new_image())
     assert is_ready(tracker, engine, request)
+    tracker.passed(request, 0)
+    assert tracker.ensure(request, request.num_tokens)
     request.mm_features = [*request.mm_features, *request_of(new_image()).mm_features]
+    assert not tracker.ensure(request, request.num_tokens)
     assert_rejected(tracker, request)
     assert engine.reported[-1][2].reason == "INVALID_REQUEST"
 
