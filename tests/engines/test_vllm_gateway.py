@@ -48,7 +48,8 @@ def new_picture() -> list[dict[str, Any]]:
     return with_pixels(CASES[0], [picture(random.getrandbits(32))])
 
 
-def test_p32_encoders_that_come_later_are_found(replicas: Replicas, routed: Stack) -> None:
+def check_away_and_back(replicas: Replicas, routed: Stack) -> None:
+    """Without encoders an image's request gets the reason, and text an answer. Those that start are used."""
     away = routed.chat(new_picture())
     assert away.status_code == 503, away.text
     assert "UNAVAILABLE" in away.text
@@ -57,8 +58,13 @@ def test_p32_encoders_that_come_later_are_found(replicas: Replicas, routed: Stac
     wait_until(lambda: routed.chat(new_picture()).status_code == 200, "an answer of the encoders")
 
 
+def test_p32_encoders_that_come_later_are_found(replicas: Replicas, routed: Stack) -> None:
+    check_away_and_back(replicas, routed)
+
+
 def test_p32_rows_of_a_replica_that_was_killed_come_from_the_other(replicas: Replicas, routed: Stack) -> None:
     """The picture has another name the second time, so that it is in none of vLLM's caches."""
+    replicas.start()
     image = picture(random.getrandbits(32))
     log = replicas.gateway.access_log()
 
@@ -88,11 +94,6 @@ def test_p32_rows_of_a_replica_that_was_killed_come_from_the_other(replicas: Rep
     next_asked({owner})
 
 
-def test_p32_without_encoders_requests_fail_in_seconds(replicas: Replicas, routed: Stack) -> None:
+def test_p32_requests_fail_while_all_encoders_are_gone(replicas: Replicas, routed: Stack) -> None:
     replicas.stop()
-    away = routed.chat(new_picture())
-    assert away.status_code == 503, away.text
-    assert "UNAVAILABLE" in away.text
-    assert routed.chat(TEXT).status_code == 200
-    replicas.start()
-    wait_until(lambda: routed.chat(new_picture()).status_code == 200, "an answer of the encoders")
+    check_away_and_back(replicas, routed)
