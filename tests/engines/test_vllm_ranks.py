@@ -22,6 +22,9 @@ FAMILY = "qwen3_vl"
 NUM_REQUESTS = 24
 # More than the rows of two images, and less than those of three.
 RESIDENT_BYTES = 160_000
+# Workers that wait call sched_yield() in a loop. On two cores with Linux 6.18 even a process that only sleeps
+# was seen to stand still for six seconds beside them, and an answer took 25.
+TIMEOUT_S = 60.0
 SPREAD = {
     "ranks": ("--tensor-parallel-size", "2", "--api-server-count", "2"),
     "engines": ("--data-parallel-size", "2", "--api-server-count", "2"),
@@ -44,7 +47,7 @@ def spread(
     folder = tmp_path_factory.mktemp("spread")
     arguments = SPREAD[request.param]
     checkpoint, dtype = checkpoints[family], DTYPES[family]
-    settings = {"max_resident_bytes": RESIDENT_BYTES}
+    settings = {"timeout_s": TIMEOUT_S, "max_resident_bytes": RESIDENT_BYTES}
     encoder.stop()
     with Stack(encoder, checkpoint, dtype, folder, arguments=arguments, **settings) as running:
         yield running
