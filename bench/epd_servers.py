@@ -132,7 +132,7 @@ def sglang_servers(
     environment = {"HF_HUB_OFFLINE": "1"}
     dtype = "bfloat16"
     if arguments.device == "cpu":
-        environment, dtype = dict(sglang.ENVIRONMENT), "float32"
+        environment, dtype = sglang.ENVIRONMENT | sglang.FORKED, "float32"
     encoder = stack.enter_context(
         sglang.Encoder(
             checkpoint, folder, Path(folder, "broker.sock"), device=arguments.encoder_device, dtype=dtype
