@@ -7,7 +7,8 @@ With h the little-endian integer of the digest's first 8 bytes:
 
 * TokenSpeed: the ids from 1,000,000 to 2^31 - 1 in three bands of S = (2^31 - 1 - 1000000 + 1) // 3;
   id = 1000000 + tag * S + h mod S, tag 0 for images and 1 for clips.
-* SGLang, and TokenSpeed before it had bands: id = 1000000 + h mod 2^30, independent of the modality.
+* SGLang, and TokenSpeed before it had bands: id = 1000000 + h mod 2^30, independent of the modality. SGLang
+  0.5.23 has four wider ids for each item instead, which are not here: the plugin gives it the whole key.
 
 With 30 bits, a collision is likely from about 30 thousand items on, so equal pad ids do not prove equal
 content. ``PadIdLedger`` therefore compares whole digests when an id is claimed. A digest here is 32 bytes

@@ -27,9 +27,9 @@ from encoder_service.config import parse_settings
 from encoder_service.errors import ConfigurationError, InvalidRequest
 from encoder_service.ops.metrics import Metrics
 from encoder_service.rpc.sglang import AwaitedReceivers, SglangServer
-from lm_adapter import CacheTier, ClipItem, EncodedRows, ImageItem, VisionEncoderClient
+from lm_adapter import CacheTier, ClipItem, EncodedRows, EncoderError, ImageItem, VisionEncoderClient
 from tests.engines.pictures import clip, data_url
-from tests.integration.conftest import RunningService, running
+from tests.integration.conftest import RunningService, running, tokens_file
 from tests.integration.held import wait_until_free
 from tests.integration.images import photo
 from tests.sglang.frames import message_of
@@ -520,6 +520,39 @@ def test_requests_over_the_bound_are_answered_503(bounded: Served, receiver: Rec
             assert refused == "2 calls are in progress, at most 2 may be"
         wait_until(lambda: bounded.server._permits.num_calls == 1, "the end of one")
     assert receiver.is_empty()
+
+
+def test_p17_more_patches_than_the_queue_takes_are_answered_503_each_time(
+    checkpoints: dict[str, Path], device: torch.device, receiver: Receiver
+) -> None:
+    limits = {"max_queued_patches": 256, "max_patches_per_item": 256, "max_clip_patches": 256}
+    with serving(checkpoints["qwen3_vl"], device, **limits) as served:
+        images = [data_url(photo(128, 128)) for _ in range(2)]
+        for _ in range(2):
+            refused = message(served.encode(images, receiver.port), 503)
+            assert refused == "queue holds 256 patches of 256, the item needs 256"
+        assert receiver.is_empty()
+        assert served.encode(images[:1], receiver.port).status_code == 200
+        wait_until(served.is_free, "the protocol's end of work")
+
+
+def test_a_token_for_the_protocols_namespace_keeps_grpc_callers_out(
+    checkpoints: dict[str, Path], device: torch.device, receiver: Receiver, tmp_path: Path
+) -> None:
+    """The protocol has none, and goes on."""
+    tokens = tokens_file(tmp_path, "sglang=a-secret")
+    with serving(checkpoints["qwen3_vl"], device, tokens_file=tokens) as served:
+        target, image = served.service.target, photo()
+        assert served.encode([data_url(image)], receiver.port).status_code == 200
+        with (
+            VisionEncoderClient(target, namespace="sglang", timeout_s=PATIENCE_S) as stranger,
+            pytest.raises(EncoderError) as caught,
+        ):
+            stranger.encode([ImageItem(image)])
+        assert caught.value.reason == "UNAUTHENTICATED"
+        with VisionEncoderClient(target, namespace="sglang", token="a-secret", timeout_s=PATIENCE_S) as known:
+            (result,) = known.encode([ImageItem(image)])
+            assert result.tier is not CacheTier.MISS
 
 
 def test_a_body_that_does_not_arrive_is_answered_504(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:

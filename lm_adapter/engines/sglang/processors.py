@@ -171,7 +171,7 @@ def _item(offset: tuple[int, int], rows: EncodedRows) -> MultimodalDataItem:
         precomputed_embeddings=rows.torch(),
         model_specific_data={"image_grid_thw": torch.tensor([list(rows.grid_thw)])},
     )
-    # All 256 bits of the embedding key tell images apart in SGLang's prefix cache.
+    # SGLang hashes the embedding key to four ids of 62 bits, which tell images apart in its prefix cache.
     item.set_identity(rows.key)
     return item
 
