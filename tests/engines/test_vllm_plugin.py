@@ -33,7 +33,12 @@ def _registered() -> None:
 
 
 def config(
-    architecture: str = QWEN, *, is_marked: bool = True, runner: str = "generate", num_nodes: int = 1
+    architecture: str = QWEN,
+    *,
+    is_marked: bool = True,
+    runner: str = "generate",
+    num_nodes: int = 1,
+    backend: str = "mp",
 ) -> Any:
     mm_config = SimpleNamespace(
         mm_processor_cache_type="lru", mm_processor_kwargs=None, is_multimodal_pruning_enabled=lambda: False
@@ -49,7 +54,7 @@ def config(
         ec_transfer_config=transfer,
         compilation_config=SimpleNamespace(cudagraph_mm_encoder=False),
         lora_config=None,
-        parallel_config=SimpleNamespace(nnodes_within_dp=num_nodes),
+        parallel_config=SimpleNamespace(nnodes_within_dp=num_nodes, distributed_executor_backend=backend),
         model_config=SimpleNamespace(
             **vars(engine_config("127.0.0.1:1").model_config),
             max_model_len=2048,
@@ -76,6 +81,8 @@ def test_classes_have_the_names_that_vllm_looks_for(architecture: str) -> None:
         ({"is_marked": False}, "hook"),
         ({"runner": "pooling"}, "pooling"),
         ({"num_nodes": 2}, "several nodes"),
+        ({"backend": "ray"}, "ray"),
+        ({"backend": "external_launcher"}, "external_launcher"),
     ],
 )
 def test_what_cannot_work_is_refused(changed: dict[str, Any], text: str) -> None:

@@ -85,6 +85,10 @@ def check_model(vllm_config: Any) -> None:
         raise InvalidRequest("the runner is pooling, this connector is for generate")
     if vllm_config.parallel_config.nnodes_within_dp > 1:
         raise InvalidRequest("the ranks are on several nodes, this connector is for one")
+    backend = vllm_config.parallel_config.distributed_executor_backend
+    if backend in ("ray", "external_launcher"):
+        # Its ranks may be on other nodes, or have schedulers of their own.
+        raise InvalidRequest(f"distributed_executor_backend is {backend}, this connector is for mp and uni")
     if getattr(vllm_config.lora_config, "enable_tower_connector_lora", False):
         raise InvalidRequest("enable_tower_connector_lora is set, the encoder's tower takes no adapters")
 

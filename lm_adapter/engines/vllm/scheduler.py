@@ -9,8 +9,8 @@ never come here.
 Rows are held from their order until vLLM has computed past them or their requests are over; then they live on
 in vLLM's own encoder cache. A request whose rows are all there orders none. One that is preempted may read
 them again. A request that waits for room holds nothing, so that those that hold rows have all that they need,
-and end. A running one whose rows left vLLM's cache meanwhile holds KV blocks, though: where it finds no room,
-those that do not run give up theirs. More rows than fit into the buffer at once come in portions, in step
+and end. One whose rows left vLLM's cache after it got KV blocks holds these, though: where it finds no room,
+those without blocks give up theirs. More rows than fit into the buffer at once come in portions, in step
 with chunked prefill.
 """
 
@@ -44,6 +44,7 @@ FILE_FIELDS = FILE_FIELD, CLIP_FIELD = "vision_encoder_file", "vision_encoder_cl
 of one modality."""
 MIN_CALL_S = 0.001
 TOO_LATE = "DEADLINE_EXCEEDED"
+AWAY = "UNAVAILABLE"
 GONE = "UNKNOWN_KEY"
 """The reason of rows that an encoder no longer has, or never had."""
 
@@ -83,8 +84,8 @@ class SharedRows:
 @dataclass(eq=False)
 class _Request:
     """replies: of its items. held: rows by index of the feature. needed: features whose rows the request
-    queues for. is_in_portions: while it queues, some are ordered already. was_in_step: a step has computed
-    with its rows. request: vLLM's. end: of the tokens of its last item."""
+    queues for. queued_s: when it began to. is_in_portions: while it queues, some are ordered already.
+    was_in_step: a step has computed with its rows. request: vLLM's. end: of the tokens of its last item."""
 
     request_id: str
     request: Any = None
@@ -92,6 +93,7 @@ class _Request:
     wanted: list[WantedItem] = field(default_factory=list)
     held: dict[int, SharedRows] = field(default_factory=dict)
     needed: deque[int] = field(default_factory=deque)
+    queued_s: float = 0.0
     is_in_portions: bool = False
     was_in_step: bool = False
     has_failed: bool = False
@@ -103,10 +105,11 @@ class _Request:
         return not (has_more or self.held or self.needed or self.has_failed)
 
     @property
-    def is_running(self) -> bool:
-        """Whether it has KV blocks."""
-        is_running: bool = self.request.status.name == "RUNNING"
-        return is_running
+    def has_kv_blocks(self) -> bool:
+        """Also where a KV connector of vLLM has loaded, or loads, a part of a request that does not run."""
+        is_running = self.request.status.name in ("RUNNING", "WAITING_FOR_REMOTE_KVS")
+        has_blocks: bool = is_running or self.request.num_computed_tokens > 0
+        return has_blocks
 
 
 class RequestTracker:
@@ -142,6 +145,8 @@ class RequestTracker:
         """By identifier that the next step hands over: the request that was given it last."""
         self._not_handed_over: set[str] = set()
         """Identifiers that vLLM counts as in its own cache, though no step has handed over their rows."""
+        self._came_s = 0.0
+        """When rows came last."""
         self._leaving_bytes = 0
         self.used_bytes = 0
         """Bytes of rows that ranks have or will have."""
@@ -175,6 +180,10 @@ class RequestTracker:
             self._start_queued()
         if not known.issuperset(ahead):
             self._enqueue(state, ahead)
+        elif state.needed and not state.is_in_portions and state.has_kv_blocks:
+            # Another one that held the room may have lost its KV blocks since.
+            self._give_up()
+            self._start_queued()
         if state.has_failed or (state.needed and not state.is_in_portions):
             # One that waits for room gets no KV blocks: those that have rows may wait for these.
             return False
@@ -346,7 +355,7 @@ class RequestTracker:
             return
         is_queued = state in self._queue
         state.needed = deque(index for index in ahead if index not in state.held)
-        if state.is_running and (self._queue or not self._has_room(state)):
+        if state.has_kv_blocks and (self._queue or not self._has_room(state)):
             self._give_up()
         if self._queue or not self._has_room(state):
             # Two requests that each hold a part and wait for the rest would block each other.
@@ -354,17 +363,18 @@ class RequestTracker:
                 self._let_go(state, index)
             state.needed = deque(ahead)
         if not is_queued:
+            state.queued_s = time.monotonic()
             # One that was preempted has begun its answer: only one that is in portions is before it.
-            has_begun = state.was_in_step or state.is_running
+            has_begun = state.was_in_step or state.has_kv_blocks
             is_behind = bool(self._queue) and self._queue[0].is_in_portions
             self._queue.insert(int(is_behind) if has_begun else len(self._queue), state)
         self._start_queued()
 
     def _give_up(self) -> None:
-        """Those that do not run may wait for KV blocks of a request that waits for their room. They order
-        their rows again."""
+        """Those without KV blocks may wait for those of a request that waits for their room. They order their
+        rows again."""
         for state in self._requests.values():
-            if state.held and not state.is_running:
+            if state.held and not state.has_kv_blocks:
                 self._release(state)
                 state.is_in_portions = False
                 if state in self._queue:
@@ -468,6 +478,7 @@ class RequestTracker:
                 self._lost(rows, outcome)
             else:
                 rows.number = outcome
+                self._came_s = time.monotonic()
             self._start_queued()
 
     def _lost(self, rows: SharedRows, error: EncoderError) -> None:
@@ -481,6 +492,10 @@ class RequestTracker:
                 # The time that is over was another request's. This one orders them again.
                 state.held.pop(index, None)
             else:
+                self._fail(state, error)
+        if error.reason == AWAY and self._came_s < rows.ordered_s:
+            # They have waited for room as long as this call for its encoder, which had nothing for anybody.
+            for state in [one for one in self._queue if one.queued_s <= rows.ordered_s]:
                 self._fail(state, error)
 
     def _drop(self, rows: SharedRows) -> None:

@@ -97,6 +97,7 @@ class Feature:
 
 class RequestStatus(Enum):
     WAITING = "waiting"
+    WAITING_FOR_REMOTE_KVS = "waiting for remote kvs"
     RUNNING = "running"
     PREEMPTED = "preempted"
 
@@ -106,6 +107,7 @@ class Request:
     mm_features: list[Feature]
     request_id: str = field(default_factory=lambda: f"request-{secrets.token_hex(8)}")
     status: RequestStatus = RequestStatus.WAITING
+    num_computed_tokens: int = 0
 
     @property
     def num_tokens(self) -> int:

@@ -575,6 +575,33 @@ def test_p32_a_request_that_joined_late_has_time_of_its_own(
     assert (tracker.used_bytes, engine.on_ranks) == (0, {})
 
 
+@pytest.mark.parametrize("is_away", [True, False])
+def test_p32_requests_that_wait_for_room_do_not_outwait_an_encoder_that_is_away(
+    tracker: RequestTracker, engine: Engine, monkeypatch: pytest.MonkeyPatch, is_away: bool
+) -> None:
+    """They wait at most twice as long as a call, unless the encoder has rows for others meanwhile."""
+    clock = [100.0]
+    monkeypatch.setattr(scheduler, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    first, second = ([request_of(new_image()) for _ in range(4)] for _ in range(2))
+    rest = [request_of(new_image()) for _ in range(20)]
+    for clock[0], requests in ((100.0, first), (101.0, second), (102.0, rest)):
+        assert not any(tracker.ensure(request, 0) for request in requests)
+    for clock[0], failing in ((105.0, first), (110.0, second)):
+        assert engine.under_way == [request.mm_features[0].identifier for request in failing]
+        if failing is second and not is_away:
+            engine.end(engine.under_way[0])
+            assert tracker.ensure(failing.pop(0), 0)
+        for name in engine.under_way:
+            engine.end(name, EncoderUnavailable("away"))
+        assert_rejected(tracker, *failing, *(rest if failing is second and is_away else ()))
+        for request in failing:
+            tracker.finished(request)
+    late = request_of(new_image())
+    assert not tracker.ensure(late, 0)
+    assert late.mm_features[0].identifier in engine.under_way or not is_away
+    assert len(engine.under_way) == (1 if is_away else 3)
+
+
 def test_p32_a_queued_request_does_not_join_rows_that_have_failed(engine: Engine) -> None:
     """The failure makes room in which the queued request starts, before all holders have failed."""
     tracker = tracker_of(engine, max_resident_bytes=2 * ITEM_BYTES)
@@ -821,6 +848,46 @@ def test_p24_a_running_request_gets_the_room_of_those_that_wait_for_its_kv_block
         assert is_ready(tracker, engine, request)
         tracker.finished(request)
     assert (tracker.used_bytes, engine.on_ranks) == (0, {})
+
+
+@pytest.mark.parametrize("num_images", [3, 5])
+def test_p24_a_running_request_gets_the_room_of_one_that_lost_its_kv_blocks(
+    engine: Engine, num_images: int
+) -> None:
+    """The other one ran, too, when the room was asked for, with rows or portions of them."""
+    tracker = tracker_of(engine, step_tokens=1)
+    begun = [new_image(), new_image()]
+    running, other = request_of(*begun), request_of(*(new_image() for _ in range(num_images)))
+    tracker.in_cache = {image.name for image in begun}
+    assert tracker.ensure(running, 0)
+    assert is_ready(tracker, engine, other)
+    running.status = other.status = RequestStatus.RUNNING
+    tracker.in_cache = set()
+    assert not tracker.ensure(running, 2)
+    assert not engine.open
+    other.status = RequestStatus.PREEMPTED
+    assert not tracker.ensure(running, 2)
+    assert engine.under_way[:2] == [image.name for image in begun]
+    engine.end_all()
+    assert tracker.ensure(running, 2)
+    tracker.finished(running)
+    assert is_ready(tracker, engine, other)
+    tracker.finished(other)
+    assert (tracker.used_bytes, engine.on_ranks) == (0, {})
+
+
+@pytest.mark.parametrize(
+    ("status", "num_computed"),
+    [(RequestStatus.WAITING_FOR_REMOTE_KVS, 0), (RequestStatus.WAITING, 2), (RequestStatus.PREEMPTED, 2)],
+)
+def test_p24_blocks_of_a_kv_connector_are_blocks_too(
+    tracker: RequestTracker, engine: Engine, status: RequestStatus, num_computed: int
+) -> None:
+    """vLLM's KV connectors load into blocks of requests that do not run yet."""
+    loading, other = request_of(new_image()), request_of(*(new_image() for _ in range(4)))
+    assert is_ready(tracker, engine, other)
+    loading.status, loading.num_computed_tokens = status, num_computed
+    assert is_ready(tracker, engine, loading)
 
 
 def test_p24_a_request_that_vllms_cache_let_in_queues_behind_others_until_it_runs(
@@ -1155,6 +1222,11 @@ class Running:
     most: int = 0
 
 
+def holds_blocks(one: Running) -> bool:
+    request = one.request
+    return request.status is RequestStatus.RUNNING or request.num_computed_tokens > 0
+
+
 class Vllm:
     """Asks, computes, preempts and rejects at random, as vLLM's scheduler may, over few images. Some images
     cannot be decoded, and some come under an identifier of another."""
@@ -1173,7 +1245,7 @@ class Vllm:
         """What the workers are told with the next step."""
         self.on_workers: set[str] = set()
         self.kv_tokens = self.random.choice([80, 160, 1000])
-        """At least those of one request, which takes them all when it begins."""
+        """At least those of one request."""
         self.images = [Image(f"image {n}", self.random.choice([GRID, DOUBLE])) for n in range(6)]
         self.undecodable = Image("undecodable")
 
@@ -1189,11 +1261,11 @@ class Vllm:
         """One pass and the step that it makes. Other requests in it took the place of some cached rows."""
         evicted = {name for name in sorted(self.in_cache) if self.random.random() < self.eviction}
         self.in_cache -= evicted
-        if not self.tracker.ensure(one.request, one.computed) or not self.has_blocks(one):
+        end = min(one.computed + self.step_tokens, one.request.num_tokens)
+        if not self.tracker.ensure(one.request, one.computed) or not self.has_blocks(one, end):
             self.end_pass(evicted, {})
             return
         one.request.status = RequestStatus.RUNNING
-        end = min(one.computed + self.step_tokens, one.request.num_tokens)
         used, passed, cached = {}, [], set()
         for index, (image, feature) in enumerate(zip(one.images, one.request.mm_features, strict=True)):
             image_start = feature.mm_position.offset
@@ -1216,15 +1288,36 @@ class Vllm:
         self.steps.append((step, used, cached, self.freed))
         self.freed = set()
         one.computed, one.most = end, max(one.most, end)
+        one.request.num_computed_tokens = end
         for index in passed:
             if self.random.random() < 0.8:
                 self.tracker.passed(one.request, index)
         if end == one.request.num_tokens:
             self.leave(one)
 
-    def has_blocks(self, one: Running) -> bool:
-        running = {one, *(other for other in self.running if other.request.status is RequestStatus.RUNNING)}
-        return sum(each.request.num_tokens for each in running) <= self.kv_tokens
+    def has_blocks(self, one: Running, end: int) -> bool:
+        """Those of each step are taken when it is scheduled. A running request preempts others for them, the
+        last first, and itself in the end. One that has none begins only where it fits in as a whole."""
+        is_running = one.request.status is RequestStatus.RUNNING
+        others = [other for other in self.running if other is not one and holds_blocks(other)]
+        needed = end if holds_blocks(one) else one.request.num_tokens
+        while sum(other.computed for other in others) + needed > self.kv_tokens:
+            if not is_running:
+                return False
+            victims = [other for other in others if other.request.status is RequestStatus.RUNNING]
+            self.preempt(victims[-1] if victims else one)
+            if not victims:
+                return False
+            others.remove(victims[-1])
+        return True
+
+    def load(self, one: Running) -> None:
+        """A KV connector gives a request that has not begun blocks, and what is in them."""
+        others = [other for other in self.running if other is not one and holds_blocks(other)]
+        num_tokens = sum(other.request.num_tokens for other in (*others, one))
+        if not holds_blocks(one) and num_tokens <= self.kv_tokens:
+            one.computed = self.random.randint(1, one.request.num_tokens - 1)
+            one.request.num_computed_tokens = one.computed
 
     def end_pass(self, freed: set[str], scheduled: dict[str, int]) -> None:
         self.tracker.freed(freed, scheduled)
@@ -1243,6 +1336,7 @@ class Vllm:
         """It starts anew, behind what vLLM's prefix cache still has of it."""
         if one.request.status is RequestStatus.RUNNING:
             one.request.status = RequestStatus.PREEMPTED
+        one.request.num_computed_tokens = 0
         one.computed = self.random.choice([0, self.random.randint(0, one.most)])
 
     def leave(self, one: Running) -> None:
@@ -1274,8 +1368,10 @@ class Vllm:
                 self.arrive()
             elif action < 0.6 and self.running:
                 self.step(self.random.choice(self.running))
-            elif action < 0.7 and self.running:
+            elif action < 0.68 and self.running:
                 self.preempt(self.random.choice(self.running))
+            elif action < 0.7 and self.running:
+                self.load(self.random.choice(self.running))
             elif action < 0.95 and self.engine.open:
                 self.end_call()
             elif action > 0.98 and self.running:
