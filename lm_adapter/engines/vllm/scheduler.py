@@ -106,10 +106,9 @@ class _Request:
 
     @property
     def has_kv_blocks(self) -> bool:
-        """Also where a KV connector of vLLM has loaded, or loads, a part of a request that does not run."""
-        is_running = self.request.status.name in ("RUNNING", "WAITING_FOR_REMOTE_KVS")
-        has_blocks: bool = is_running or self.request.num_computed_tokens > 0
-        return has_blocks
+        """As vLLM counts it: it runs, or a KV connector loads, or has loaded, a part of it."""
+        has_status = self.request.status.name in ("RUNNING", "WAITING_FOR_REMOTE_KVS")
+        return has_status or bool(self.request.num_computed_tokens)
 
 
 class RequestTracker:
