@@ -46,7 +46,7 @@ def test_rows_give_the_tokens_of_the_tower(
 
 def test_an_image_is_one_call(family: str, encoder: Encoder, stack: Stack) -> None:
     """The API server's: when the engine gets the request, the rows are in shared memory, and neither the
-    scheduler nor a rank asks for them. On busy cores an encode may take longer than a request is held back."""
+    scheduler nor a rank asks for them. On busy cores an encode may take longer than a request is held."""
     nums_asked = []
     for _ in range(NUM_TRIES):
         before = encoder.num_asked()
