@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import re
 import threading
-from collections.abc import Callable, Coroutine, Iterator
-from concurrent.futures import Future
+from collections.abc import Iterator
+from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from lm_adapter.engines.plugin.images import ImageFile
 from lm_adapter.keys import content_digest
 from tests.engines.pictures import picture
 
@@ -55,7 +52,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def url(folder: Path) -> Iterator[str]:
-    with ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Handler, directory=str(folder))) as server:
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=str(folder))) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         yield f"http://127.0.0.1:{server.server_address[1]}"
@@ -165,73 +162,3 @@ def test_p33_an_image_of_more_pixels_than_vllm_takes_is_refused_with_both_figure
     monkeypatch.setenv("VLLM_MAX_IMAGE_PIXELS", str(WIDTH * HEIGHT - 1))
     with pytest.raises(ValueError, match=r"60x40 \(2400 pixels\) exceed the maximum of 2399"):
         fetch(f"{url}/a.png")
-
-
-# A request is held back until its images are encoded -------------------------------------------------------
-
-PROCESSED = {"type": "multimodal"}
-SOON_S = 0.05
-
-
-def on_a_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    @functools.wraps(test)
-    def run(**fixtures: Any) -> None:
-        asyncio.run(test(**fixtures))
-
-    return run
-
-
-def held(*encodes: Future[Any] | None, fails: bool = False) -> asyncio.Task[Any]:
-    """A prompt with these images on its way through the renderer. fails: at the end of its processing."""
-    from lm_adapter.engines.vllm.frontend import held_back
-
-    async def process(renderer: Any, prompt: Any, *, skip_mm_cache: bool) -> Any:
-        assert (renderer, skip_mm_cache) == ("renderer", True)
-        await asyncio.sleep(0)
-        if fails:
-            raise ValueError("the prompt is too long")
-        return PROCESSED
-
-    several = [SimpleNamespace(media=ImageFile(b"", 4, 4, encode=encode)) for encode in encodes]
-    images = several[0] if len(several) == 1 else [*several, None, several[0].media]
-    prompt = {"multi_modal_data": {"image": images}}
-    return asyncio.ensure_future(held_back(process)("renderer", prompt, skip_mm_cache=True))
-
-
-@on_a_loop
-async def test_a_request_goes_to_the_engine_once_its_images_are_encoded() -> None:
-    first, second = Future[Any](), Future[Any]()
-    request, alone = held(first, None, second), held(None)
-    assert await asyncio.wait_for(alone, 5) is PROCESSED
-    first.set_result(None)
-    with pytest.raises(TimeoutError):
-        await asyncio.wait_for(asyncio.shield(request), SOON_S)
-    threading.Timer(SOON_S, second.set_result, [None]).start()
-    assert await asyncio.wait_for(request, 5) is PROCESSED
-
-
-@on_a_loop
-async def test_a_request_waits_for_its_images_no_longer_than_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The encode goes on, as the scheduler asks for its rows."""
-    from lm_adapter.engines.vllm import frontend
-
-    monkeypatch.setattr(frontend, "ENCODED_S", SOON_S)
-    encode = Future[Any]()
-    assert await asyncio.wait_for(held(encode), 5) is PROCESSED
-    await asyncio.sleep(SOON_S)
-    assert not encode.cancelled()
-
-
-@on_a_loop
-async def test_the_encodes_of_a_request_that_ends_before_the_engine_has_it_end() -> None:
-    failed, left = Future[Any](), Future[Any]()
-    with pytest.raises(ValueError, match="the prompt is too long"):
-        await held(failed, fails=True)
-    request = held(left)
-    await asyncio.sleep(SOON_S)
-    assert not left.cancelled()
-    request.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await request
-    assert failed.cancelled()
-    assert left.cancelled()

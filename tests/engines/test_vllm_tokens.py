@@ -16,11 +16,10 @@ from safetensors.torch import load_file
 from tests.engines.agreement import agree, compared
 from tests.engines.checkpoints import MIXTURES, TOWER_PREFIXES
 from tests.engines.conftest import CALL, DTYPES, FAMILIES, OPTIONS, SAMPLING, TOOLS
-from tests.engines.pictures import CASES, CLIP_CASES, SIZES, picture, with_pixels
-from tests.engines.processes import Encoder, Stack, chat_body
+from tests.engines.pictures import CASES, CLIP_CASES, with_pixels
+from tests.engines.processes import Stack, chat_body
 
 pytestmark = pytest.mark.timeout(600)
-NUM_TRIES = 3
 with_clips = pytest.mark.parametrize(
     "family",
     ["qwen3_vl", pytest.param("qwen3_5", marks=pytest.mark.extended)],
@@ -42,17 +41,6 @@ def test_rows_give_the_tokens_of_the_tower(
     for _ in range(2):
         found = [stack.answer(with_pixels(case, images)) for case in CASES]
         agree(tower["answers"], found, DTYPES[family])
-
-
-def test_an_image_is_one_call(family: str, encoder: Encoder, stack: Stack) -> None:
-    """The API server's: when the engine gets the request, the rows are in shared memory, and neither the
-    scheduler nor a rank asks for them. On busy cores an encode may take longer than a request is held."""
-    nums_asked = []
-    for _ in range(NUM_TRIES):
-        before = encoder.num_asked()
-        stack.answer(with_pixels(CASES[3], [picture(random.getrandbits(32), *size) for size in SIZES]))
-        nums_asked.append(encoder.num_asked() - before)
-    assert min(nums_asked) == len(SIZES), nums_asked
 
 
 def test_no_vision_tower_is_loaded(

@@ -62,6 +62,11 @@ class EncoderCalls:
         """Ends the call without an entry in ``ended``, unless it has ended already."""
         self._loop.call_soon_threadsafe(self._cancel, handle)
 
+    @property
+    def num_under_way(self) -> int:
+        """Calls of ``start`` that have not ended."""
+        return len(self._tasks)
+
     def on_loop(self, function: Callable[..., object], *arguments: object) -> None:
         """Calls it soon, on the thread."""
         self._loop.call_soon_threadsafe(function, *arguments)

@@ -6,7 +6,6 @@ Owns the file's checks. Imports no torch.
 from __future__ import annotations
 
 import io
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,19 +26,14 @@ FORMATS = (
 
 @dataclass(frozen=True, eq=False)
 class ImageFile:
-    """width and height: in pixels, upright. digest: BLAKE3 of the data. encode: ends with the encode of the
-    file, however that ends; None if the encoder has not been sent it. A file without data stands for the
-    largest image while an engine measures its memory."""
+    """width and height: in pixels, upright. digest: BLAKE3 of the data. is_announced: the encoder has been
+    sent the file. A file without data stands for the largest image while an engine measures its memory."""
 
     data: bytes = field(repr=False)
     width: int
     height: int
     digest: bytes = b""
-    encode: Future[Any] | None = field(default=None, repr=False)
-
-    @property
-    def is_announced(self) -> bool:
-        return self.encode is not None
+    is_announced: bool = False
 
     @property
     def size(self) -> tuple[int, int]:

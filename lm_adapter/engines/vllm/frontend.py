@@ -2,9 +2,8 @@
 
 Owns the hook by which vLLM's configuration reaches the plugin, the checks that stop a start, the media
 connector that keeps files undecoded, and the ``Prefetch`` by which an encode starts while vLLM still
-tokenises. A clip's request waits for the encoder's answer first, which says the clip's frames. A request with
-images is held back at the end until they are encoded, so that the engine's process finds their rows in shared
-memory: each call there delays the launches of its forward passes.
+tokenises. An image waits for nothing here; a clip's request waits for the encoder's answer to it, which says
+the clip's frames.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import functools
 import logging
 import os
 import threading
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -43,9 +42,8 @@ from lm_adapter.items import ImageItem, PreprocessOptions
 logger = logging.getLogger("vllm.vision_encoder")
 
 MEDIA_CONNECTOR = "vision_encoder"
-ENCODED_S = 1.0
-"""A request is held back for so long at most. After that it goes on as if its images were encoded: the
-scheduler waits for their rows, and finds out what is wrong."""
+MAX_UNANSWERED = 256
+"""Prefetches under way. Those above are left out: the scheduler asks for each image anyway."""
 
 VLLMS_OWN = {"do_normalize", "do_rescale"}
 """Options that vLLM sets for towers that normalise by themselves."""
@@ -142,7 +140,7 @@ class ImageFileIO(ImageMediaIO):  # type: ignore[misc]
 
     def load_bytes(self, data: bytes) -> Any:
         image = ImageFile.read(data, envs.VLLM_MAX_IMAGE_PIXELS)
-        return MediaWithBytes(replace(image, encode=_prefetch(image)), data)
+        return MediaWithBytes(replace(image, is_announced=_prefetch(image)), data)
 
     def load_base64(self, media_type: str, data: str) -> Any:
         return self.load_bytes(pybase64.b64decode(data, validate=True))
@@ -219,55 +217,22 @@ def register_media() -> None:
     MEDIA_CONNECTOR_REGISTRY.register(MEDIA_CONNECTOR)(FileMediaConnector)
 
 
-def _prefetch(image: ImageFile) -> Future[Any] | None:
-    """The encode, if the file is being sent. What comes of it the scheduler finds out."""
+def _prefetch(image: ImageFile) -> bool:
+    """Whether the file is being sent. What comes of it is not waited for: the scheduler finds that out."""
     if _configured is None or not _configured.announces_images:
-        return None
+        return False
+    calls = _calls(_configured.settings)
+    calls.ended.clear()
+    if calls.num_under_way >= MAX_UNANSWERED:
+        return False
     item = ImageItem(image.data, digest=image.digest)
 
     async def call(client: AsyncVisionEncoderClient, left_s: float) -> None:
         with contextlib.suppress(Exception):
-            await client.prefetch([item], timeout_s=left_s, until_encoded=True)
+            await client.prefetch([item], timeout_s=left_s)
 
-    return _calls(_configured.settings).ask(call)
-
-
-Process = Callable[..., Awaitable[Any]]
-
-
-def hold_back_requests() -> None:
-    """Takes the place of one method of vLLM, which has no other place for it: after a request is processed,
-    and before it goes to the engine."""
-    from vllm.renderers.base import BaseRenderer
-
-    as_it_was: Any = BaseRenderer._process_tokens_async
-    if not getattr(as_it_was, "holds_back", False):
-        BaseRenderer._process_tokens_async = held_back(as_it_was)
-
-
-def held_back(process: Process) -> Process:
-    """The same for a renderer and a prompt, at most ENCODED_S later: once the prompt's images are encoded. Of
-    a request that ends before, the encodes end."""
-
-    async def process_and_wait(renderer: Any, prompt: Any, **named: Any) -> Any:
-        images = (prompt.get("multi_modal_data") or {}).get("image")
-        several = images if isinstance(images, list | tuple) else [images]
-        files = [getattr(one, "media", one) for one in several]
-        encodes = [
-            asyncio.wrap_future(file.encode) for file in files if isinstance(file, ImageFile) and file.encode
-        ]
-        try:
-            processed = await process(renderer, prompt, **named)
-            if encodes:
-                await asyncio.wait(encodes, timeout=ENCODED_S)
-        except BaseException:
-            for encode in encodes:
-                encode.cancel()
-            raise
-        return processed
-
-    process_and_wait.holds_back = True  # type: ignore[attr-defined]
-    return process_and_wait
+    calls.start(object(), call)
+    return True
 
 
 def _announce(clip: ClipFile) -> Future[Any]:

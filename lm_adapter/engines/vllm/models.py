@@ -50,14 +50,13 @@ def register() -> None:
         logger.warning("vLLM is %s, this plugin is for %sx: not registered", vllm.__version__, VLLM_SERIES)
         return
     from lm_adapter.engines.vllm.failures import answer_with_reasons
-    from lm_adapter.engines.vllm.frontend import hold_back_requests, hook_config, register_media
+    from lm_adapter.engines.vllm.frontend import hook_config, register_media
 
     for architecture in ARCHITECTURES:
         ModelRegistry.register_model(architecture, f"{__name__}:{architecture}")
         hook_config(architecture)
     register_media()
     answer_with_reasons()
-    hold_back_requests()
 
 
 def check_model(vllm_config: Any) -> None:
