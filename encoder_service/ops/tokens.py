@@ -50,6 +50,7 @@ class NamespaceTokens:
     def opens(self, namespace: str, token: str) -> bool:
         """Whether a caller with this token may use the namespace. An empty token means none."""
         if self._file is None:
+            # No namespace has a token that a time could reveal.
             return self.open_namespaces
         table = self._table.current()
         expected = table.by_namespace.get(namespace)
