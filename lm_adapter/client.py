@@ -212,11 +212,6 @@ class AsyncVisionEncoderClient:
         """How rows come now, and why."""
         return self._shared.transport
 
-    @property
-    def attached(self) -> AttachedMemory | None:
-        """The encoder's shared memory; None while rows come inline."""
-        return self._shared.current
-
     async def close(self) -> None:
         """Ends calls in progress with CallCancelled, and unmaps shared memory. Harmless when repeated."""
         self._is_closed = True

@@ -14,7 +14,6 @@ from vision_encoder.layout.control_page import WORD_BYTES, fence
 from vision_encoder.layout.directory import (
     FIRST_CELL_WORD,
     MAX_PROBES,
-    NUM_LISTED_WORD,
     RECORD,
     Record,
     cell_slot,
@@ -69,7 +68,6 @@ class Directory:
         self._slots[record.tag, record.key] = record.slot_index
         self._words[FIRST_CELL_WORD + cell] = pack_cell(hashed, record.slot_index)
         fence()
-        self._words[NUM_LISTED_WORD] += 1
         return True
 
     def remove(self, slot_index: int) -> None:

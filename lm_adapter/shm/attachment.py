@@ -61,11 +61,6 @@ class AttachedMemory:
         self.num_bytes = sum(arena.size_bytes for arena in arenas)
         self._arenas = {arena.arena_id: arena for arena in arenas}
 
-    @property
-    def num_listed(self) -> int:
-        """Changes once ``find`` may find more keys."""
-        return sum(arena.num_listed for arena in self._arenas.values())
-
     def find(self, key: bytes) -> tuple[MappedArena, Record] | None:
         """The arena that lists a key, and the key's record; None if no arena does."""
         for arena in self._arenas.values():

@@ -27,7 +27,7 @@ from vision_encoder.layout.control_page import (
     WORD_BYTES,
     LayoutError,
 )
-from vision_encoder.layout.directory import FIRST_CELL_WORD, NUM_LISTED_WORD, RECORD, Record
+from vision_encoder.layout.directory import FIRST_CELL_WORD, RECORD, Record
 from vision_encoder.v1 import broker_pb2
 
 if TYPE_CHECKING:
@@ -103,12 +103,6 @@ class MappedArena:
                     if record is not None and record.key == key and record.tag == self._tag:
                         return record
         return None
-
-    @property
-    def num_listed(self) -> int:
-        """Changes before ``find`` finds more keys; 0 once it is unmapped."""
-        with self._use() as is_mapped:
-            return self._directory[NUM_LISTED_WORD] if is_mapped else 0
 
     def read(
         self, slot_index: int, generation: int, offset_bytes: int, num_bytes: int, *, stream: Any = None

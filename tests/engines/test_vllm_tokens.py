@@ -16,11 +16,10 @@ from safetensors.torch import load_file
 from tests.engines.agreement import agree, compared
 from tests.engines.checkpoints import MIXTURES, TOWER_PREFIXES
 from tests.engines.conftest import CALL, DTYPES, FAMILIES, OPTIONS, SAMPLING, TOOLS
-from tests.engines.pictures import CASES, CLIP_CASES, SIZES, picture, with_pixels
-from tests.engines.processes import Encoder, Stack, chat_body
+from tests.engines.pictures import CASES, CLIP_CASES, with_pixels
+from tests.engines.processes import Stack, chat_body
 
 pytestmark = pytest.mark.timeout(600)
-NUM_TRIES, NUM_TOGETHER, MAX_CALLS = 3, 6, 1.5
 with_clips = pytest.mark.parametrize(
     "family",
     ["qwen3_vl", pytest.param("qwen3_5", marks=pytest.mark.extended)],
@@ -42,19 +41,6 @@ def test_rows_give_the_tokens_of_the_tower(
     for _ in range(2):
         found = [stack.answer(with_pixels(case, images)) for case in CASES]
         agree(tower["answers"], found, DTYPES[family])
-
-
-def test_an_image_is_one_call(family: str, encoder: Encoder, stack: Stack) -> None:
-    """The API server's: neither the scheduler nor a rank asks for rows that come soon. On busy cores encodes
-    may take longer than a rank looks for them."""
-    calls_per_image = []
-    for _ in range(NUM_TRIES):
-        several = [[picture(random.getrandbits(32), *size) for size in SIZES] for _ in range(NUM_TOGETHER)]
-        before = encoder.num_asked()
-        with ThreadPoolExecutor(NUM_TOGETHER) as pool:
-            list(pool.map(stack.answer, (with_pixels(CASES[3], images) for images in several)))
-        calls_per_image.append((encoder.num_asked() - before) / (NUM_TOGETHER * len(SIZES)))
-    assert 1 <= min(calls_per_image) < MAX_CALLS, calls_per_image
 
 
 def test_no_vision_tower_is_loaded(

@@ -7,18 +7,14 @@ import random
 import re
 import secrets
 import socket
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 
-from lm_adapter import ImageItem, VisionEncoderClient
 from lm_adapter.engines.plugin.reasons import MAX_MESSAGE_CHARS, MAX_REASON_CHARS
-from lm_adapter.engines.vllm import ranks
 from lm_adapter.engines.vllm.link import (
     LENGTH,
     MAX_FRAME_BYTES,
@@ -34,9 +30,7 @@ from lm_adapter.errors import InvalidRequest, ItemFailed
 from lm_adapter.items import Grid
 from lm_adapter.testing import FakeEncoder, FakeScript, Fault, fake_model, fake_rows
 from tests.ports import free_port
-from tests.unit.lm_adapter import shm_rig
 from tests.unit.lm_adapter.connector_rig import BUSY, Engine, Image, Request, engine_config
-from tests.unit.lm_adapter.shm_rig import NAMESPACE
 from tests.waiting import wait_until
 from vision_encoder.v1 import encoder_pb2 as pb
 
@@ -145,31 +139,6 @@ def test_a_request_is_ready_once_every_rank_has_its_rows(
     assert engine.scheduler.has_cache_item(image.identifier)
     assert encoder.num_calls["Fetch"] == 2
     assert encoder.num_calls["Encode"] == 0
-
-
-def test_rows_that_another_call_encodes_are_read_without_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Until that call is late."""
-    with shm_rig.Encoder(tmp_path) as encoder:
-        fake, config = encoder.fake, engine_config(encoder.fake.target, num_ranks=2, namespace=NAMESPACE)
-        with Engine(config) as engine, VisionEncoderClient(fake.target, namespace=NAMESPACE) as other:
-            serve(engine, new_image(fake))
-            clients = [reader._client for reader in engine.readers]
-            wait_until(lambda: all(one and one.transport.name == "host" for one in clients), "attached ranks")
-            other.wait_transport(10)
-            monkeypatch.setattr(ranks, "COMING_S", 60)
-            num_calls = fake.num_calls["Fetch"], fake.num_calls["Prefetch"]
-            image = new_image(fake)._replace(is_announced=True)
-            request = started(engine, image)
-            time.sleep(0.1)
-            assert not engine.is_ready(request)
-            other.encode_one(ImageItem(image.data, image.digest))
-            complete(engine, request, image)
-            assert (fake.num_calls["Fetch"], fake.num_calls["Prefetch"]) == num_calls
-            monkeypatch.setattr(ranks, "COMING_S", 0.05)
-            serve(engine, new_image(fake)._replace(is_announced=True))
-            assert fake.num_calls["Fetch"] == num_calls[0] + 2 * 2  # it has none of them
 
 
 def test_rows_are_handed_over_to_every_rank_without_a_copy(encoder: FakeEncoder, engine: Engine) -> None:

@@ -229,7 +229,7 @@ def _prefetch(image: ImageFile) -> bool:
 
     async def call(client: AsyncVisionEncoderClient, left_s: float) -> None:
         with contextlib.suppress(Exception):
-            await client.prefetch([item], timeout_s=left_s, until_encoded=True)
+            await client.prefetch([item], timeout_s=left_s)
 
     calls.start(object(), call)
     return True

@@ -35,14 +35,12 @@ INTERNAL = 13
 
 @dataclass(frozen=True)
 class RowsOrder:
-    """Rows to read. number: names them from then on; what is read a second time has another one. is_coming:
-    the API server's call encodes them, and this order needs no call of its own until that is late."""
+    """Rows to read. number: names them from then on; what is read a second time has another one."""
 
     number: int
     key: bytes
     routing_digest: bytes
     grid: Grid
-    is_coming: bool = False
 
     def frame(self) -> dict[str, Any]:
         return {
@@ -50,14 +48,12 @@ class RowsOrder:
             "key": self.key.hex(),
             "routing_digest": self.routing_digest.hex(),
             "grid": list(self.grid),
-            "is_coming": self.is_coming,
         }
 
     @classmethod
     def of_frame(cls, frame: dict[str, Any]) -> RowsOrder:
         digest = bytes.fromhex(frame["routing_digest"])
-        key, grid = bytes.fromhex(frame["key"]), Grid(*frame["grid"])
-        return cls(frame["read"], key, digest, grid, frame["is_coming"])
+        return cls(frame["read"], bytes.fromhex(frame["key"]), digest, Grid(*frame["grid"]))
 
 
 @dataclass

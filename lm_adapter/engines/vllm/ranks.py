@@ -16,7 +16,6 @@ from typing import Any
 from lm_adapter.client import AsyncVisionEncoderClient
 from lm_adapter.engines.plugin.geometry import Geometry
 from lm_adapter.engines.vllm.link import BROKEN, RowsOrder, StepRows, connect, receive, report, send
-from lm_adapter.engines.vllm.listing import ListedKeys
 from lm_adapter.engines.vllm.settings import Settings
 from lm_adapter.errors import EncoderError, InvalidRows, ItemFailed
 
@@ -24,9 +23,6 @@ logger = logging.getLogger("vllm.vision_encoder")
 
 CLOSE_S = 10.0
 RECONNECT_S = 0.2
-COMING_S = 0.5
-"""For so long at most a rank looks for rows that are being encoded. Then it asks the encoder, which says what
-is wrong with them."""
 
 
 class RankReader:
@@ -41,7 +37,6 @@ class RankReader:
         self._rows: dict[int, Any] = {}
         self._reads: dict[int, asyncio.Task[None]] = {}
         self._client: AsyncVisionEncoderClient | None = None
-        self._listed_keys = ListedKeys(lambda: None if self._client is None else self._client.attached)
         self._transport = ""
         self._stream: Any = None
         self._reserve: Any = None
@@ -168,8 +163,6 @@ class RankReader:
             torch.cuda.empty_cache()
         if self._client is None:
             self._client = self._settings.client(reads_rows=True)
-        if order.is_coming:
-            await self._listed_keys.wait(order.key, COMING_S)
         digests = [order.routing_digest] if self._settings.is_routed else []
         (rows,) = await self._client.fetch([order.key], routing_digests=digests)
         if isinstance(rows, EncoderError):

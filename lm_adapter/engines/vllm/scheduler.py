@@ -34,7 +34,7 @@ from lm_adapter.engines.vllm.file_requests import FileRequest
 from lm_adapter.engines.vllm.link import RankLink, RowsOrder, StepRows
 from lm_adapter.engines.vllm.settings import Settings
 from lm_adapter.errors import EncoderError, InvalidRequest, InvalidRows, ItemFailed
-from lm_adapter.items import Grid, Modality
+from lm_adapter.items import Grid
 from lm_adapter.types import PrefetchStatus
 
 logger = logging.getLogger("vllm.vision_encoder")
@@ -526,9 +526,7 @@ class RequestTracker:
             key = await client.known_key(item, timeout_s=left())
             if key is not None:
                 with _unless_gone():
-                    # The directory does not list clips that have times.
-                    route, is_listed = wanted.request.digest, wanted.request.modality is Modality.IMAGE
-                    return await self._ordered(wanted, key, route, left(), is_coming=is_listed)
+                    return await self._ordered(wanted, key, wanted.request.digest, left())
                 # The encoder may be another one by now, which has other keys.
                 await client.info(timeout_s=left())
         for is_second in (False, True):
@@ -541,11 +539,9 @@ class RequestTracker:
                 return await self._ordered(wanted, status.key, route, left())
         raise AssertionError
 
-    async def _ordered(
-        self, wanted: WantedItem, key: bytes, route: bytes, timeout_s: float, *, is_coming: bool = False
-    ) -> int:
+    async def _ordered(self, wanted: WantedItem, key: bytes, route: bytes, timeout_s: float) -> int:
         """The number of rows that every rank has read. Raises ItemFailed."""
-        order = RowsOrder(next(self._numbers), key, route, wanted.grid, is_coming)
+        order = RowsOrder(next(self._numbers), key, route, wanted.grid)
         await self._link.read(order, timeout_s)
         return order.number
 

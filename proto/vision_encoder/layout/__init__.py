@@ -5,5 +5,5 @@ Each layout is defined once, here, with the standard library only. The service (
 owns the writers, the adapter (``lm_adapter.shm``) the readers.
 """
 
-LAYOUT_VERSION = 3
+LAYOUT_VERSION = 2
 """Version of the control page and the directory. A reader with another version requests inline rows."""

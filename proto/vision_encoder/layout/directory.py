@@ -17,8 +17,7 @@ word   content
 6      num_cells, a power of two
 7      bytes of a record
 8      BLAKE2b (8 bytes) of words 0..7
-9      number of times that a record was listed
-10..15 zero
+9..15  zero
 16...  cells: a hash table with linear probing
 then   one record per slot
 ====== ==========================================
@@ -44,7 +43,6 @@ from vision_encoder.layout.control_page import WORD_BYTES, check, checksum
 
 MAGIC = int.from_bytes(b"VEDIRECT", "little")
 HEADER = struct.Struct("<QQ16sQQQQ")
-NUM_LISTED_WORD = 9
 FIRST_CELL_WORD = 16
 MAX_PROBES = 64
 PLACES_PER_SLOT = 2

@@ -53,7 +53,6 @@ class Image(NamedTuple):
 
     data: bytes
     grid: Grid
-    is_announced: bool = False
 
     @property
     def digest(self) -> bytes:
@@ -210,12 +209,11 @@ class Engine:
         """As vLLM's scheduler gets it: two tokens of text before each image."""
         features, offset = [], 2
         for image in images:
-            reply, is_announced = listening().name, image.is_announced
-            file = FileRequest(image.data, image.digest, reply=reply, is_announced=is_announced)
+            packed = FileRequest(image.data, image.digest, reply=listening().name).packed()
             data = Fields(
                 {
                     GRID_FIELDS[0]: Element(torch.tensor([image.grid])),
-                    FILE_FIELD: Element(torch.from_numpy(file.packed())),
+                    FILE_FIELD: Element(torch.from_numpy(packed)),
                 }
             )
             num_rows = self.geometry.num_rows(image.grid)

@@ -1157,16 +1157,13 @@ def test_p32_rows_are_ordered_again_by_another_number_while_they_are_gone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """announced_key: of an item that was announced, which is ordered by its key alone as long as there are
-    rows of it, and no rank asks for it at first; None of another item."""
+    rows of it; None of another item."""
     encoder = Encoder(list(statuses), list(failures))
     encoder.key = announced_key or None
     number = obtain(encoder, monkeypatch, replace(X, is_announced=announced_key is not None))
     assert encoder.asked == list(zip(asked.split(), [30.0, 29.0, 28.0, 27.0], strict=False))
     numbers = [order.number for order in encoder.orders]
-    assert encoder.orders == [
-        RowsOrder(order_number, key, X.digest, GRID, is_coming=key == KNOWN)
-        for order_number, key in zip(numbers, keys, strict=True)
-    ]
+    assert encoder.orders == [RowsOrder(*pair, X.digest, GRID) for pair in zip(numbers, keys, strict=True)]
     assert numbers[-1] == number
     assert len(set(numbers)) == len(numbers)
 
@@ -1202,15 +1199,6 @@ def test_a_clip_is_asked_for_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
     clip = replace(X, grid=CLIP_GRID, modality=Modality.VIDEO)
     obtain(encoder, monkeypatch, clip)
     assert encoder.items == [ClipItem(b"file", clip.digest)]
-
-
-def test_an_announced_clip_is_asked_for_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The directory does not list clips with times."""
-    encoder = Encoder([], [None])
-    encoder.key = KNOWN
-    clip = replace(X, grid=CLIP_GRID, modality=Modality.VIDEO, is_announced=True)
-    number = obtain(encoder, monkeypatch, clip)
-    assert encoder.orders == [RowsOrder(number, KNOWN, clip.digest, CLIP_GRID)]
 
 
 def test_p22_a_grid_of_the_encoder_that_is_not_the_prompts_fails(monkeypatch: pytest.MonkeyPatch) -> None:
