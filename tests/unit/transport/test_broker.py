@@ -266,7 +266,7 @@ def test_descriptors_of_a_client_are_not_taken(arena: Arena) -> None:
     with running_broker((None, arena)) as broker, RawClient(broker.options.path) as client:
         before = num_descriptors()
         with open(os.devnull) as extra:
-            frame = client.frame(attach=pb.BrokerAttach(arena_id=arena.arena_id, layout_version=2))
+            frame = client.frame(attach=pb.BrokerAttach(arena_id=arena.arena_id, layout_version=LAYOUT_VERSION))
             socket.send_fds(client.socket, [frame], [extra.fileno()] * 10)
             reply = client.reply()
         assert reply is not None
