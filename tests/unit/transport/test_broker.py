@@ -266,7 +266,8 @@ def test_descriptors_of_a_client_are_not_taken(arena: Arena) -> None:
     with running_broker((None, arena)) as broker, RawClient(broker.options.path) as client:
         before = num_descriptors()
         with open(os.devnull) as extra:
-            frame = client.frame(attach=pb.BrokerAttach(arena_id=arena.arena_id, layout_version=LAYOUT_VERSION))
+            attach = pb.BrokerAttach(arena_id=arena.arena_id, layout_version=LAYOUT_VERSION)
+            frame = client.frame(attach=attach)
             socket.send_fds(client.socket, [frame], [extra.fileno()] * 10)
             reply = client.reply()
         assert reply is not None
