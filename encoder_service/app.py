@@ -15,7 +15,6 @@ import sys
 import time
 import uuid
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import structlog
@@ -31,12 +30,13 @@ from encoder_service.engine.fast_path import build_graph_runner
 from encoder_service.engine.faults import first_line
 from encoder_service.engine.graphs import CaptureRecord, GraphRunner
 from encoder_service.errors import ConfigurationError, DeviceFault, StartupError
-from encoder_service.ingest.cores import usable_cores
+from encoder_service.ingest.cores import num_clip_workers, usable_cores
 from encoder_service.ingest.decode import DecodeLimits
 from encoder_service.ingest.pixel_segments import PixelSegments
 from encoder_service.ingest.registry import load_preprocessor
 from encoder_service.ingest.urls import open_urls
 from encoder_service.ingest.video.source import clip_limits
+from encoder_service.ingest.workers import IngestWorkers
 from encoder_service.ops.admin.gauges import register_segments
 from encoder_service.ops.admin.plane import AdminPlane, AdminServer
 from encoder_service.ops.metrics import Metrics
@@ -122,7 +122,8 @@ class Service:
         self._instance_id = uuid.uuid4().hex
         self._info: pb.GetServerInfoResponse | None = None
         self._engine: DeviceEngine | None = None
-        self._workers = ThreadPoolExecutor(settings.ingest_threads or usable_cores(), "ingest")
+        num_threads = settings.ingest_threads or usable_cores()
+        self._workers = IngestWorkers(num_threads, num_clip_workers(num_threads), settings.max_decoded_bytes)
         self._tokens = open_tokens(settings)
         self.gate = call_gate(settings, self._tokens, self.metrics)
         self._grpc = open_grpc(settings, self.gate)
@@ -286,7 +287,7 @@ class Service:
             self._segments.close()
         if self._urls is not None:
             await self._urls.close()
-        self._workers.shutdown(wait=False, cancel_futures=True)
+        self._workers.shutdown()
         if self._stop_traces is not None:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(on_own_thread(self._stop_traces), LAST_SPANS_S)
@@ -381,7 +382,7 @@ class Service:
         return VisionEncoderServicer(
             pipeline,
             info,
-            ItemReader(self.requests, self._workers, self._own_segments, self._urls),
+            ItemReader(self.requests, self._workers.executor, self._own_segments, self._urls),
             self.metrics,
         )
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Executor, Future
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +19,8 @@ from encoder_service.engine.jobs import TowerResult
 from encoder_service.inflight import InFlightEncode
 from encoder_service.ingest.pinned import pinned
 from encoder_service.ingest.video.clip import Clip
+from encoder_service.ingest.workers import IngestWorkers
+from encoder_service.ops.shares import Holder
 from encoder_service.output import OutputReservation
 from encoder_service.towers.tower import Tower
 from encoder_service.types import FrameItem
@@ -35,16 +37,22 @@ class ClipEncoder:
     they exceed it. clock: the engine's, in seconds."""
 
     tower: Tower
-    workers: Executor
+    workers: IngestWorkers
     max_piece_patches: int
     clock: Callable[[], float]
 
     async def encode(
-        self, encode: InFlightEncode, clip: Clip, output: OutputReservation, rows: torch.Tensor
+        self,
+        encode: InFlightEncode,
+        clip: Clip,
+        output: OutputReservation,
+        rows: torch.Tensor,
+        holder: Holder,
     ) -> None:
         """Encodes every piece into its part of rows [R, W], which are the output's or a tensor in host
-        memory. Fills in the encode's timings. Raises the errors of decoding and of the engine's futures."""
-        loop, timings = asyncio.get_running_loop(), encode.timings
+        memory. holder: whose turn at the workers each piece takes. Fills in the encode's timings. Raises
+        the errors of decoding and of the engine's futures."""
+        timings = encode.timings
         pieces = clip.pieces(self.max_piece_patches)
         ahead: deque[Future[TowerResult]] = deque()
         first, queued_s = 0, 0.0
@@ -54,7 +62,7 @@ class ClipEncoder:
             timings.queue_ms = timings.queue_ms or (result.started_s - queued_s) * 1e3
             timings.tower_ms += result.tower_ms
 
-        while (piece := await loop.run_in_executor(self.workers, self._next_piece, pieces)) is not None:
+        while (piece := await self.workers.run(holder, self._next_piece, pieces, is_clip=True)) is not None:
             timings.decode_ms, timings.resize_ms = clip.decode_ms, clip.resize_ms
             if len(ahead) == MAX_PIECES_AHEAD:
                 await take_oldest()

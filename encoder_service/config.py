@@ -234,6 +234,11 @@ class Settings(BaseSettings):
     ingest_threads: int = Field(
         0, ge=0, le=256, description="Worker threads that decode and resize; 0: one for each usable core."
     )
+    max_decoded_bytes: int = Field(
+        GIB,
+        ge=MIB,
+        description="Memory for the pixels of images and clips that are being decoded; others wait.",
+    )
 
     # -- clips -----------------------------------------------------------------------------------------
     max_clip_bytes: int = Field(256 * MIB, ge=1024, description="Largest clip file.")

@@ -22,7 +22,8 @@ from encoder_service.types import EncodedItem, Grid, StageTimings
 class InFlightEncode:
     """One encode in progress.
 
-    expected: the item once it is admitted, with a meta tensor as its rows. timings: filled in as the
+    is_prefetch: nobody waits for the rows. expected: the item once it is admitted, with a meta tensor as its
+    rows. timings: filled in as the
     stages end. task: ends with the rows. It holds them until every caller has a hold of its own.
     """
 
@@ -43,7 +44,7 @@ class InFlightEncode:
         self.num_callers = 0
         self.timings = StageTimings()
         self._deadline_s = deadline_s
-        self._is_prefetch = self._is_kept = is_prefetch
+        self.is_prefetch = self._is_kept = is_prefetch
         self._tickets: list[Ticket] = []
         loop = asyncio.get_running_loop()
         self.expected: asyncio.Future[EncodedItem] = loop.create_future()
@@ -55,7 +56,7 @@ class InFlightEncode:
         ticket = Ticket(
             grid.num_patches,
             self._deadline_s,
-            self._is_prefetch,
+            self.is_prefetch,
             num_sequences=1 if merges_time else grid.t,
             num_frames=grid.t if merges_time else 1,
         )
@@ -66,11 +67,11 @@ class InFlightEncode:
         """One more caller: the encode lasts until its deadline too, and is queued as an Encode unless all
         callers are prefetches."""
         self._deadline_s = later(self._deadline_s, deadline_s)
-        self._is_prefetch &= is_prefetch
+        self.is_prefetch &= is_prefetch
         self._is_kept |= is_prefetch
         for ticket in self._tickets:
             ticket.deadline_s = self._deadline_s
-            ticket.is_prefetch = self._is_prefetch
+            ticket.is_prefetch = self.is_prefetch
 
     @property
     def is_late(self) -> bool:

@@ -17,9 +17,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from concurrent.futures import Executor
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 import structlog
 import torch
@@ -40,9 +38,11 @@ from encoder_service.inflight import InFlightEncode, InFlightEncodes
 from encoder_service.ingest import identity
 from encoder_service.ingest.pinned import host_rows, pinned
 from encoder_service.ingest.preprocessor import Preprocessor
+from encoder_service.ingest.workers import IngestWorkers
 from encoder_service.load import DeviceLoad
 from encoder_service.ops import traces
 from encoder_service.ops.metrics import Metrics
+from encoder_service.ops.shares import Holder
 from encoder_service.output import OutputReservation
 from encoder_service.scheduler.admission import Admission, Permit, UnreadBytes
 from encoder_service.store.arena import TierName
@@ -64,7 +64,6 @@ from encoder_service.types import (
 )
 
 log = structlog.get_logger(__name__)
-Result = TypeVar("Result")
 
 # Content up to this size is hashed on the event loop, so that its rows are found while all workers decode.
 INLINE_BYTES = 256 * 1024
@@ -110,7 +109,7 @@ class Pipeline:
         store: EmbeddingStore,
         admission: Admission,
         engine: DeviceEngine,
-        workers: Executor,
+        workers: IngestWorkers,
         metrics: Metrics,
         max_patches_per_item: int,
         unread: UnreadBytes | None = None,
@@ -146,37 +145,43 @@ class Pipeline:
         item: Item,
         *,
         namespace: str = "",
+        holder: Holder | None = None,
         deadline_s: float | None = None,
         is_prefetch: bool = False,
     ) -> EncodeResult:
         """An item's rows: from the store, from an encode in progress, or encoded now. The caller releases
-        them. is_prefetch: queued behind the items that others wait for.
+        them. holder: whose share of the limits the work counts in; None for the namespace's. is_prefetch:
+        queued behind the items that others wait for.
 
         Raises any VisionEncoderError, which concerns this item alone.
         """
         started_s = self.clock()
-        digest, key = await self._identify(item, namespace)
+        holder = holder or holder_of(namespace)
+        digest, key = await self._identify(item, namespace, holder)
         identify_ms = (self.clock() - started_s) * 1e3
         held = self.store.hold(namespace, key)
         if held is not None:
             return self._result(held, CacheTier(held.tier), StageTimings(identify_ms=identify_ms), started_s)
         joined = self.inflight.join(namespace, key, deadline_s, is_prefetch=is_prefetch)
-        encode = joined or self._start(item, digest, key, namespace, deadline_s, is_prefetch=is_prefetch)
+        encode = joined or self._start(
+            item, digest, key, namespace, holder, deadline_s, is_prefetch=is_prefetch
+        )
         held = await self.inflight.wait(encode, deadline_s)
         timings = replace(encode.timings, identify_ms=identify_ms)
         tier = CacheTier.MISS if joined is None else CacheTier.IN_FLIGHT
         return self._result(held, tier, timings, started_s)
 
-    async def prefetch(self, item: Item, *, namespace: str = "") -> EncodedItem:
+    async def prefetch(self, item: Item, *, namespace: str = "", holder: Holder | None = None) -> EncodedItem:
         """Starts an encode that goes on without a caller. Returns once the item is identified, its grid known
         and admitted; its rows are a meta tensor unless they are held already. Raises as ``encode`` does, as
         far as the failure shows until then."""
-        digest, key = await self._identify(item, namespace)
+        holder = holder or holder_of(namespace)
+        digest, key = await self._identify(item, namespace, holder)
         resident = self.store.peek(namespace, key)
         if resident is not None:
             return resident
         joined = self.inflight.join(namespace, key, None, is_prefetch=True)
-        encode = joined or self._start(item, digest, key, namespace, None, is_prefetch=True)
+        encode = joined or self._start(item, digest, key, namespace, holder, None, is_prefetch=True)
         return await asyncio.shield(encode.expected)
 
     async def fetch(
@@ -218,12 +223,12 @@ class Pipeline:
 
     # -- identity --------------------------------------------------------------------------------------
 
-    async def _identify(self, item: Item, namespace: str) -> tuple[bytes, bytes]:
+    async def _identify(self, item: Item, namespace: str, holder: Holder) -> tuple[bytes, bytes]:
         """The item's content digest and embedding key."""
         preprocessor = self.model.preprocessor
         preprocessor.check_options(item.modality, item.options)
         if item.content_digest is None and identity.content_bytes(item) > INLINE_BYTES:
-            digest = await self._on_worker(identity.content_digest, item)
+            digest = await self.workers.run(holder, identity.content_digest, item)
         else:
             digest = identity.content_digest(item)
         key = identity.embedding_key(
@@ -242,6 +247,7 @@ class Pipeline:
         digest: bytes,
         key: bytes,
         namespace: str,
+        holder: Holder,
         deadline_s: float | None,
         *,
         is_prefetch: bool,
@@ -253,21 +259,21 @@ class Pipeline:
             raise Draining("the service is stopping and takes no new work")
         if self._engine.fault is not None:
             raise DeviceFault(self._engine.fault.message)
-        self.unread.check_room()
+        self.unread.check_room(holder)
         return self.inflight.start(
             namespace,
             key,
             digest,
             deadline_s,
-            lambda encode: self._run(encode, item),
+            lambda encode: self._run(encode, item, holder),
             is_prefetch=is_prefetch,
         )
 
     # -- one encode ------------------------------------------------------------------------------------
 
-    async def _run(self, encode: InFlightEncode, item: Item) -> PinnedRows:
+    async def _run(self, encode: InFlightEncode, item: Item, holder: Holder) -> PinnedRows:
         """Admission, decode, device, store."""
-        permit = self.admission.acquire(identity.content_bytes(item))
+        permit = self.admission.acquire(identity.content_bytes(item), holder)
         try:
             is_clip = item.modality is Modality.VIDEO
             if is_clip and isinstance(item.content, EncodedFile | FrameArray):
@@ -290,12 +296,16 @@ class Pipeline:
         """An image, or patches that the caller made."""
         timings, tower = encode.timings, self.model.tower
         started_s = self.clock()
-        grid = await self._probe(item)
+        # Also for small files: a file of 256 KiB can hold a header that takes 100 ms to read.
+        grid, decoded_bytes = await self.workers.run(permit.holder, self.model.preprocessor.probe, item)
+        tower.check_grid(grid)
         expected = self._expected_item(encode, grid, tower.num_rows(grid))
         ticket = encode.ticket(grid, merges_time=tower.merges_time)
         self._admit(encode, expected, ticket.seqlen, permit)
         timings.admit_ms = (self.clock() - started_s) * 1e3
-        pixels, timings.decode_ms, timings.resize_ms = await self._on_worker(self._decode, item, grid)
+        pixels, timings.decode_ms, timings.resize_ms = await self.workers.run(
+            permit.holder, self._decode, item, grid, decoded_bytes=decoded_bytes
+        )
         with OutputReservation(self.store, self._engine, encode.namespace, expected) as output:
             queued_s = self.clock()
             job = output.submit(pixels, ticket, output.rows)
@@ -316,7 +326,10 @@ class Pipeline:
     ) -> PinnedRows:
         tower = self.model.tower
         started_s = self.clock()
-        clip = await self._on_worker(self.model.preprocessor.open_clip, content, options)
+        holder = permit.holder
+        clip = await self.workers.run(
+            holder, self.model.preprocessor.open_clip, content, options, is_clip=True
+        )
         try:
             plan = clip.plan
             for grid in set(plan.chunk_grids) or {plan.grid}:
@@ -331,18 +344,11 @@ class Pipeline:
                 rows = output.rows
                 if rows is None:
                     shape = expected.rows.shape
-                    rows = await self._on_worker(host_rows, shape, self._device, self._dtype)
-                await self._clips.encode(encode, clip, output, rows)
+                    rows = await self.workers.run(holder, host_rows, shape, self._device, self._dtype)
+                await self._clips.encode(encode, clip, output, rows, holder)
                 return await self._store(encode, output, replace(expected, rows=rows))
         finally:
             clip.close()
-
-    async def _probe(self, item: Item) -> Grid:
-        """The item's grid, from its header or as its sender states it."""
-        # Also for small files: a file of 256 KiB can hold a header that takes 100 ms to read.
-        grid = await self._on_worker(self.model.preprocessor.probe_grid, item)
-        self.model.tower.check_grid(grid)
-        return grid
 
     def _admit(self, encode: InFlightEncode, expected: EncodedItem, seqlen: int, permit: Permit) -> None:
         """Takes room for all of the item's patches and makes the item known. seqlen: of its attention
@@ -357,7 +363,7 @@ class Pipeline:
                 num_patches=num_patches,
                 max_patches=limit,
             )
-        permit.add_patches(num_patches, seqlen)
+        permit.add_patches(num_patches, seqlen, is_prefetch=encode.is_prefetch)
         encode.expected.set_result(expected)
 
     def _decode(self, item: Item, grid: Grid) -> LoadedPixels:
@@ -408,10 +414,12 @@ class Pipeline:
         metrics.observe_stage("total", timings.total_ms / 1e3)
         return EncodeResult(held, tier, timings, ready_s)
 
-    async def _on_worker(self, function: Callable[..., Result], *arguments: object) -> Result:
-        return await asyncio.get_running_loop().run_in_executor(self.workers, function, *arguments)
-
 
 def unknown(key: bytes) -> UnknownKey:
     text = f"key {key.hex()} is neither held nor being encoded, and no content was sent"
     return UnknownKey(text, key=key.hex())
+
+
+def holder_of(namespace: str) -> Holder:
+    """Whose share of the limits a namespace's work counts in where its caller is not known."""
+    return (f"namespace {namespace}",)

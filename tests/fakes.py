@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from encoder_service.errors import GridMismatch, InvalidOption, NonFinitePixels, UndecodableImage
-from encoder_service.ingest.preprocessor import ImagePlan, Preprocessor
+from encoder_service.ingest.preprocessor import ImagePlan, Preprocessor, ProbedItem
 from encoder_service.towers.tower import Tower, TowerInputs
 from encoder_service.types import (
     FrameItem,
@@ -59,17 +59,17 @@ class FakePreprocessor(Preprocessor):
     def patch_shapes(self) -> tuple[tuple[int, ...], ...]:
         return ((PATCH_DIM,),)
 
-    def probe_image(self, data: bytes, options: PreprocessOptions) -> Grid:
+    def probe_image(self, data: bytes, options: PreprocessOptions) -> ProbedItem:
         self.num_probes += 1
         if data[:4] != b"FAKE":
             raise UndecodableImage("not a fake image")
         height, width, _ = struct.unpack("<IIB", data[4:])
-        return Grid(1, height, width)
+        return ProbedItem(Grid(1, height, width), 8 * height * width)
 
     def load_image(self, data: bytes, options: PreprocessOptions) -> LoadedPixels:
         self.num_loads += 1
         assert self.gate.wait(30)
-        grid = self.probe_image(data, options)
+        grid, _ = self.probe_image(data, options)
         frames = torch.full((1, grid.h, grid.w, 3), data[-1], dtype=torch.uint8)
         return LoadedPixels(FrameItem(frames, grid), 1.0, 2.0)
 

@@ -57,6 +57,13 @@ class ImagePlan(NamedTuple):
     grid: Grid
 
 
+class ProbedItem(NamedTuple):
+    """decoded_bytes: the most memory that ``load`` takes for pixels."""
+
+    grid: Grid
+    decoded_bytes: int
+
+
 class Preprocessor(abc.ABC):
     """One family's preprocessing with one checkpoint's settings. Stateless and thread-safe.
 
@@ -139,20 +146,20 @@ class Preprocessor(abc.ABC):
         else:
             self.check_values(options)
 
-    def probe_grid(self, item: Item) -> Grid:
-        """The grid of an image file, from its header, or the stated grid of a caller's own pixels. Parses the
-        file, so it must run on a worker thread. Raises UndecodableImage, ImageTooLarge, AspectRatioExceeded,
+    def probe(self, item: Item) -> ProbedItem:
+        """What an image file's header tells, or the stated grid of a caller's own pixels. Parses the file, so
+        it must run on a worker thread. Raises UndecodableImage, ImageTooLarge, AspectRatioExceeded,
         UnsupportedContent."""
         match item.content:
             case EncodedFile(data) if item.modality is Modality.IMAGE:
                 return self.probe_image(data, item.options)
-            case PixelValues(_, grid):
-                return grid
+            case PixelValues(tensor, grid):
+                return ProbedItem(grid, 4 * tensor.numel())
         raise UnsupportedContent(f"{type(item.content).__name__} of {item.modality.value} is no single image")
 
     def load(self, item: Item) -> LoadedPixels:
-        """The pixels of an item that ``probe_grid`` accepts. Must run on a worker thread. Raises as
-        ``probe_grid``; PixelTensorMismatch, GridMismatch, NonFinitePixels."""
+        """The pixels of an item that ``probe`` accepts. Must run on a worker thread. Raises as
+        ``probe``; PixelTensorMismatch, GridMismatch, NonFinitePixels."""
         match item.content:
             case EncodedFile(data) if item.modality is Modality.IMAGE:
                 return self.load_image(data, item.options)
@@ -162,8 +169,10 @@ class Preprocessor(abc.ABC):
                 return LoadedPixels(patches, (time.perf_counter() - started_s) * 1e3, 0.0)
         raise UnsupportedContent(f"{type(item.content).__name__} of {item.modality.value} is no single image")
 
-    def probe_image(self, data: bytes, options: PreprocessOptions) -> Grid:
-        return self.plan_image(*read_size(data, self.limits), options).grid
+    def probe_image(self, data: bytes, options: PreprocessOptions) -> ProbedItem:
+        height, width = read_size(data, self.limits)
+        plan = self.plan_image(height, width, options)
+        return ProbedItem(plan.grid, 8 * height * width + 3 * math.prod(plan.padded))
 
     def load_image(self, data: bytes, options: PreprocessOptions) -> LoadedPixels:
         """One decoded, resized and padded frame, with the milliseconds of decoding and of resizing. The grid

@@ -20,17 +20,20 @@ from typing import TypeAlias
 
 Holder: TypeAlias = tuple[str, ...]
 
-# Of a limit: left to holders of little; how much is little.
-RESERVED_SHARE = 1 / 4
-LITTLE_SHARE = 1 / 8
+# A quarter of a limit is left to holders of little; an eighth is little.
+RESERVED, LITTLE = 4, 8
+# A holder of whatever has no caller of its own.
+SERVICE: Holder = ("service",)
 
 
 class Shares:
     """A limit, and what each holder has of it. Not thread-safe: used from one thread."""
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, *, num_reserved: int | None = None) -> None:
+        """num_reserved: of the limit, left to holders of little; None for a quarter."""
         self.limit = limit
         self.num_used = 0
+        self._num_reserved = limit // RESERVED if num_reserved is None else num_reserved
         self._held: Counter[Holder] = Counter()
 
     def held_by(self, holder: Holder) -> int:
@@ -39,14 +42,28 @@ class Shares:
 
     def room(self, holder: Holder) -> int:
         """The largest amount that ``take`` would give now. 0 or less: none."""
-        room, limit, used = self.limit - self.num_used, float(self.limit), self.num_used
+        limit, used, reserved = self.limit, self.num_used, self._num_reserved
+        room = limit - used
         for length in range(1, len(holder) + 1):
             held = self._held[holder[:length]]
             if held:
-                kept_free = limit * (1 - RESERVED_SHARE)
-                room = min(room, max(int(kept_free) - used, max(1, int(limit * LITTLE_SHARE)) - held))
-            limit, used = limit * (1 - RESERVED_SHARE), held
+                room = min(room, max(limit - reserved - used, max(1, limit // LITTLE) - held))
+            limit, used = limit - reserved, held
+            reserved = limit // RESERVED
         return room
+
+    def fill(self) -> float:
+        """From 0 to 1: the used share of the limit, or of what some holder may take of it if that is more."""
+        allowed = [self.limit]
+        if not self.limit:
+            return 0.0
+        fill = self.num_used / self.limit
+        for holder, held in self._held.items():
+            while len(allowed) <= len(holder):
+                reserved = self._num_reserved if len(allowed) == 1 else allowed[-1] // RESERVED
+                allowed.append(allowed[-1] - reserved)
+            fill = max(fill, held / allowed[len(holder)])
+        return min(1.0, fill)
 
     def take(self, holder: Holder, amount: int = 1) -> bool:
         """Takes ``amount`` for the holder, and returns whether there was room."""
@@ -55,8 +72,12 @@ class Shares:
         self._add(holder, amount)
         return True
 
+    def add(self, holder: Holder, amount: int) -> None:
+        """Counts what the holder has anyway, also above the limit."""
+        self._add(holder, amount)
+
     def give_back(self, holder: Holder, amount: int = 1) -> None:
-        """Gives back what ``take`` took."""
+        """Gives back what ``take`` or ``add`` took."""
         self._add(holder, -amount)
         assert self.num_used >= 0
 
@@ -73,8 +94,9 @@ class WaitingShares:
     """A limit whose holders wait for their part. Those that wait are served in turns by holder, each holder's
     own in their order; one that does not fit yet delays its own holder only. Used on one event loop."""
 
-    def __init__(self, limit: int) -> None:
-        self._shares = Shares(limit)
+    def __init__(self, limit: int, *, num_reserved: int | None = None) -> None:
+        """num_reserved: as of ``Shares``."""
+        self._shares = Shares(limit, num_reserved=num_reserved)
         self._waiting: dict[Holder, deque[tuple[asyncio.Future[None], int]]] = {}
 
     @property

@@ -20,7 +20,6 @@ import json
 import reprlib
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Annotated, Literal, TypeVar
 
@@ -39,7 +38,7 @@ from encoder_service.errors import InvalidDigest, InvalidRequest, UnsupportedCon
 from encoder_service.ops.logs import REQUEST_ID_KEY, bind_request, request_id_of
 from encoder_service.ops.metrics import Metrics
 from encoder_service.own_thread import on_own_thread
-from encoder_service.pipeline import EncodeResult, Pipeline
+from encoder_service.pipeline import EncodeResult, Pipeline, holder_of
 from encoder_service.rpc.convert import MAX_ITEMS_PER_REQUEST
 from encoder_service.rpc.front_door import Backend
 from encoder_service.rpc.gate import CallPermits
@@ -262,7 +261,7 @@ class SglangServer:
     async def attach(self, backend: Backend) -> None:
         """Takes work from now on."""
         self._pipeline = backend.pipeline
-        self._reader = ItemReader(self._admission, backend.pipeline.workers, None, backend.urls)
+        self._reader = ItemReader(self._admission, backend.pipeline.workers.executor, None, backend.urls)
         self._registering = [
             asyncio.get_running_loop().create_task(self._keep_registered(url))
             for url in self._settings.sglang_register
@@ -521,8 +520,7 @@ class SglangServer:
         """The function's result, on a worker where it has many bytes to work on."""
         if num_bytes <= INLINE_BYTES or self._pipeline is None:
             return function(*arguments)
-        workers: Executor = self._pipeline.workers
-        return await asyncio.get_running_loop().run_in_executor(workers, function, *arguments)
+        return await self._pipeline.workers.run(holder_of(NAMESPACE), function, *arguments)
 
 
 def parse_object(data: bytearray) -> Mapping[str, object]:

@@ -42,7 +42,7 @@ from encoder_service.ops.logs import REQUEST_ID_KEY, bind_request, request_id_of
 from encoder_service.ops.metrics import Metrics
 from encoder_service.ops.tokens import NamespaceTokens
 from encoder_service.own_thread import on_own_thread
-from encoder_service.pipeline import EncodeResult, Pipeline
+from encoder_service.pipeline import EncodeResult, Pipeline, holder_of
 from encoder_service.rpc import convert, observed
 from encoder_service.rpc.front_door import Backend
 from encoder_service.rpc.gate import CallGate, CallPermits
@@ -266,7 +266,7 @@ class TokenSpeedServer:
         pipeline, segments = backend.pipeline, backend.segments
         model = model_info(self._settings, pipeline)
         server = self._server_info(segments)
-        self._reader = ItemReader(self._admission, pipeline.workers, segments)
+        self._reader = ItemReader(self._admission, pipeline.workers.executor, segments)
         self._rooms.attach(pipeline, self._mooncake)
         self._pipeline = pipeline
 
@@ -408,8 +408,8 @@ class TokenSpeedServer:
                 assert self._reader is not None
                 return await self._reader.ask(segment_item(message, modality, grid), question)
             case "inline" if message.ByteSize() > INLINE_BYTES:
-                loop = asyncio.get_running_loop()
-                item = await loop.run_in_executor(pipeline.workers, inline_item, message, modality, grid)
+                workers = pipeline.workers
+                item = await workers.run(holder_of(NAMESPACE), inline_item, message, modality, grid)
                 return await question(item)
             case "inline":
                 return await question(inline_item(message, modality, grid))

@@ -1,21 +1,25 @@
-"""Admission: limits on queued patches and bytes, and on unread rows.
+"""Admission: limits on queued patches and bytes, and on unread rows, each with shares by caller.
 
-Owns these counters and the retry delay that refused callers are given. Refuses work at once instead of
-letting callers wait. Not thread-safe: used from the event loop only.
+Owns these counters and the retry delay that refused callers are given; ``ops.shares`` owns how a limit is
+shared. Refuses work at once instead of letting callers wait. Not thread-safe: used from the event loop only.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable
 
 from encoder_service.errors import QueueFull
+from encoder_service.ops.shares import RESERVED, SERVICE, Holder, Shares
 
 # The retry delay before anything was measured, and the limits of a measured delay. A shorter delay only adds
 # load; with a longer one, the service could be idle while its callers wait.
 RETRY_AFTER_MS = 200
 MIN_RETRY_AFTER_MS = 50
 MAX_RETRY_AFTER_MS = 5_000
+# Prefetches are admitted up to this share of the patches, so that calls whose callers wait find room.
+PREFETCH_SHARE = 1 / 2
 # Time constant of the exponential average in ``Pace``.
 PACE_S = 5.0
 
@@ -48,26 +52,27 @@ class Pace:
 
 
 class Permit:
-    """One item's share of the limits. It grows when the item's patches are known and is released once."""
+    """One item's part of the limits. It grows when the item's patches are known and is released once."""
 
-    def __init__(self, admission: Admission, num_bytes: int) -> None:
+    def __init__(self, admission: Admission, holder: Holder, num_bytes: int) -> None:
         self._admission = admission
+        self.holder = holder
         self.num_bytes = num_bytes
         self.num_patches = 0
         self.num_squares = 0
         self._released = False
 
-    def add_patches(self, num_patches: int, seqlen: int) -> None:
-        """Takes room for the item's patches. seqlen: patches of an attention sequence. Raises QueueFull; the
-        bytes then stay held until ``release``."""
-        self._admission._take_patches(num_patches)
+    def add_patches(self, num_patches: int, seqlen: int, *, is_prefetch: bool = False) -> None:
+        """Takes room for the item's patches. seqlen: patches of an attention sequence. is_prefetch: nobody
+        waits for the item. Raises QueueFull; the bytes then stay held until ``release``."""
+        self._admission._take_patches(self.holder, num_patches, is_prefetch=is_prefetch)
         self._admission.num_squares += num_patches * seqlen
         self.num_patches += num_patches
         self.num_squares += num_patches * seqlen
 
     def add_bytes(self, num_bytes: int) -> None:
         """Takes room for content that is still arriving. Raises QueueFull; bytes taken before stay held."""
-        self._admission._take_bytes(num_bytes)
+        self._admission._take_bytes(self.holder, num_bytes)
         self.num_bytes += num_bytes
 
     def release(self) -> None:
@@ -79,39 +84,58 @@ class Permit:
 
 class UnreadBytes:
     """Bytes of encoded rows that some caller has not read yet. Slow readers keep them in memory in addition
-    to the store. Rows that several callers wait for count once.
+    to the store. Rows that several callers wait for count once, as the first one's.
 
-    max_bytes: no new encode starts at or above this limit; encodes that were admitted continue.
+    No new encode starts for a caller above its share of ``max_bytes``; encodes that were admitted continue.
+    What one caller has above its share does not take from the others'.
     """
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self.num_bytes = 0
-        self._num_readers: dict[int, int] = {}
+        self._shares = Shares(max_bytes)
+        self._unread: Counter[Holder] = Counter()
+        self._readers: dict[int, tuple[Holder, int]] = {}
+        """By the rows' identity: whose they are, and how many callers have not read them."""
 
-    def add(self, rows: object, num_bytes: int) -> None:
+    def add(self, rows: object, num_bytes: int, holder: Holder = SERVICE) -> None:
         """Adds a caller that holds ``rows`` until ``remove``."""
-        readers = self._num_readers.get(id(rows), 0)
-        self._num_readers[id(rows)] = readers + 1
-        if not readers:
-            self.num_bytes += num_bytes
+        owner, num_readers = self._readers.get(id(rows), (holder[:1], 0))
+        self._readers[id(rows)] = owner, num_readers + 1
+        if not num_readers:
+            self._count(owner, num_bytes)
 
     def remove(self, rows: object, num_bytes: int) -> None:
         """Removes a caller that has read ``rows`` or has left."""
-        self._num_readers[id(rows)] -= 1
-        if not self._num_readers[id(rows)]:
-            del self._num_readers[id(rows)]
-            self.num_bytes -= num_bytes
+        owner, num_readers = self._readers[id(rows)]
+        self._readers[id(rows)] = owner, num_readers - 1
+        if num_readers == 1:
+            del self._readers[id(rows)]
+            self._count(owner, -num_bytes)
 
-    def check_room(self) -> None:
-        """Raises QueueFull, with both numbers, while too much is unread."""
-        if self.num_bytes >= self.max_bytes:
+    def check_room(self, holder: Holder = SERVICE) -> None:
+        """Raises QueueFull, with both numbers, while too much of the caller's is unread."""
+        if self._shares.room(holder[:1]) <= 0:
             raise QueueFull(
-                f"{self.num_bytes} bytes of rows wait to be read, at most {self.max_bytes} may",
+                f"{self.num_bytes} bytes of rows wait to be read, {self._unread[holder[:1]]} of them this "
+                f"caller's; at most {self.max_bytes} may, and three quarters of them one caller's",
                 retry_after_ms=RETRY_AFTER_MS,
                 undelivered_bytes=self.num_bytes,
                 max_bytes=self.max_bytes,
             )
+
+    def fill(self) -> float:
+        """From 0 to 1: the share in use, as ``Shares.fill``."""
+        return self._shares.fill()
+
+    def _count(self, owner: Holder, num_bytes: int) -> None:
+        most = self.max_bytes - self.max_bytes // RESERVED
+        former = min(most, self._unread[owner])
+        self.num_bytes += num_bytes
+        self._unread[owner] += num_bytes
+        self._shares.add(owner, min(most, self._unread[owner]) - former)
+        if not self._unread[owner]:
+            del self._unread[owner]
 
 
 class Admission:
@@ -121,48 +145,64 @@ class Admission:
         """clock: monotonic seconds, for a retry delay from the measured rate; None for a fixed delay."""
         self.max_patches = max_patches
         self.max_bytes = max_bytes
-        self.num_patches = 0
-        self.num_bytes = 0
         self.num_squares = 0
         """Sum over the items of patches times patches of an attention sequence."""
+        self._patches = Shares(max_patches)
+        self._bytes = Shares(max_bytes)
         self._patches_pace = None if clock is None else Pace(clock)
         self._bytes_pace = None if clock is None else Pace(clock)
 
-    def acquire(self, num_bytes: int) -> Permit:
-        """A permit for an item whose content holds ``num_bytes``. Raises QueueFull with both numbers."""
-        self._take_bytes(num_bytes)
-        return Permit(self, num_bytes)
+    @property
+    def num_patches(self) -> int:
+        """Patches admitted and not yet encoded."""
+        return self._patches.num_used
 
-    def _take_bytes(self, num_bytes: int) -> None:
-        excess = self.num_bytes + num_bytes - self.max_bytes
-        if excess > 0:
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of content held."""
+        return self._bytes.num_used
+
+    def fill(self) -> float:
+        """From 0 to 1: the fuller limit's share in use, as ``Shares.fill``."""
+        return max(shares.fill() for shares in (self._patches, self._bytes) if shares.limit)
+
+    def acquire(self, num_bytes: int, holder: Holder = SERVICE) -> Permit:
+        """A permit for an item whose content holds ``num_bytes``. Raises QueueFull with both numbers."""
+        self._take_bytes(holder, num_bytes)
+        return Permit(self, holder, num_bytes)
+
+    def _take_bytes(self, holder: Holder, num_bytes: int) -> None:
+        if not self._bytes.take(holder, num_bytes):
+            room = max(0, self._bytes.room(holder))
             raise QueueFull(
-                f"queue holds {self.num_bytes} content bytes of {self.max_bytes}, the item needs {num_bytes}",
-                retry_after_ms=advice_ms(self._bytes_pace, excess),
+                f"queue holds {self.num_bytes} content bytes of {self.max_bytes}, {room} more are this "
+                f"caller's to take, the item needs {num_bytes}",
+                retry_after_ms=advice_ms(self._bytes_pace, num_bytes - room),
                 held_bytes=self.num_bytes,
                 needed_bytes=num_bytes,
                 max_bytes=self.max_bytes,
             )
-        self.num_bytes += num_bytes
 
-    def _take_patches(self, num_patches: int) -> None:
-        excess = self.num_patches + num_patches - self.max_patches
-        if excess > 0:
+    def _take_patches(self, holder: Holder, num_patches: int, *, is_prefetch: bool) -> None:
+        room = max(0, self._patches.room(holder))
+        if is_prefetch and self.num_patches:
+            room = min(room, max(0, int(self.max_patches * PREFETCH_SHARE) - self.num_patches))
+        if num_patches > room:
+            what = "a prefetch's" if is_prefetch else "this caller's"
             raise QueueFull(
-                f"queue holds {self.num_patches} patches of {self.max_patches}, the item needs {num_patches}",
-                retry_after_ms=advice_ms(self._patches_pace, excess),
+                f"queue holds {self.num_patches} patches of {self.max_patches}, {room} more are {what} to "
+                f"take, the item needs {num_patches}",
+                retry_after_ms=advice_ms(self._patches_pace, num_patches - room),
                 held_patches=self.num_patches,
                 needed_patches=num_patches,
                 max_patches=self.max_patches,
             )
-        self.num_patches += num_patches
+        self._patches.add(holder, num_patches)
 
     def _give_back(self, permit: Permit) -> None:
-        self.num_patches -= permit.num_patches
-        self.num_bytes -= permit.num_bytes
+        self._patches.give_back(permit.holder, permit.num_patches)
+        self._bytes.give_back(permit.holder, permit.num_bytes)
         self.num_squares -= permit.num_squares
-        assert self.num_patches >= 0
-        assert self.num_bytes >= 0
         for pace, amount in ((self._patches_pace, permit.num_patches), (self._bytes_pace, permit.num_bytes)):
             if pace is not None and amount:
                 pace.note(amount)

@@ -24,6 +24,7 @@ from encoder_service.errors import (
     UndecodableClip,
     VisionEncoderError,
 )
+from encoder_service.ingest.cores import decoder_threads
 from encoder_service.types import FrameArray
 
 # The rate of a clip that states none: the default of the reference processors.
@@ -50,13 +51,12 @@ class ClipLimits:
 
 
 def clip_limits(settings: Settings, max_frame_pixels: int, num_workers: int) -> ClipLimits:
-    """The limits that the service's settings give. num_workers: threads that decode and resize. A clip's
-    decoder uses a quarter of that number, 2 to 8."""
+    """The limits that the service's settings give. num_workers: threads that decode and resize images."""
     return ClipLimits(
         max_encoded_bytes=settings.max_clip_bytes,
         max_frame_pixels=max_frame_pixels,
         max_decoded_pixels=settings.max_clip_decoded_pixels,
-        decode_threads=max(2, min(8, num_workers // 4)),
+        decode_threads=decoder_threads(num_workers),
     )
 
 

@@ -7,9 +7,9 @@ cached. Worker threads make the pictures and colours, whose sizes are bounded.
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import io
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ import torch
 from PIL import Image
 
 from encoder_service.errors import ImageTooLarge, NotReady, QueueFull
-from encoder_service.pipeline import EncodeResult, Pipeline
+from encoder_service.pipeline import EncodeResult, Pipeline, holder_of
 from encoder_service.types import EncodedFile, FrameItem, Grid, Item, Modality, PreprocessOptions
 
 NAMESPACE = "admin/playground"
@@ -76,9 +76,9 @@ class Playground:
         try:
             permit = pipeline.admission.acquire(len(data))
             delivered = await pipeline.ensure_tier(delivered, NAMESPACE, "host")
-            loop = asyncio.get_running_loop()
-            colours = await loop.run_in_executor(pipeline.workers, self._colours, pipeline, delivered)
-            picture = await loop.run_in_executor(pipeline.workers, preview, pipeline, data)
+            run = partial(pipeline.workers.run, holder_of(NAMESPACE))
+            colours = await run(self._colours, pipeline, delivered)
+            picture = await run(preview, pipeline, data)
         finally:
             delivered.release()
             if permit is not None:

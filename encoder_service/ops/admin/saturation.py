@@ -57,10 +57,5 @@ class Saturation:
 
 
 def filled_share(pipeline: Pipeline) -> float:
-    """The largest used share among the limits above which work is refused."""
-    admission, unread = pipeline.admission, pipeline.unread
-    return max(
-        admission.num_patches / admission.max_patches,
-        admission.num_bytes / admission.max_bytes,
-        unread.num_bytes / unread.max_bytes,
-    )
+    """The largest used share among the limits above which work is refused, some caller's share included."""
+    return max(pipeline.admission.fill(), pipeline.unread.fill())

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from encoder_service.ingest import cores
+from encoder_service.ingest.cores import decoder_threads, num_clip_workers
 
 
 @pytest.mark.parametrize(
@@ -30,3 +31,9 @@ def test_the_smaller_of_affinity_and_quota(
     if quota is not None:
         (tmp_path / "cpu.max").write_text(quota)
     assert cores.usable_cores() == usable
+
+
+def test_decoders_of_clips_have_as_many_threads_as_there_are_cores() -> None:
+    assert [num_clip_workers(num) for num in (1, 2, 4, 8, 16, 32, 64)] == [1, 1, 2, 4, 4, 4, 8]
+    for num in range(4, 65):
+        assert num / 2 <= num_clip_workers(num) * decoder_threads(num) <= num

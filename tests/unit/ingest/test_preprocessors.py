@@ -223,13 +223,13 @@ def test_an_absurd_aspect_is_refused_from_the_header() -> None:
 def test_items_are_dispatched_by_their_content(preprocessor: Preprocessor, grid: Grid) -> None:
     pixels = PixelValues(torch.zeros(24, preprocessor.patch_dim), Grid(1, 4, 6))
     item = Item(Modality.IMAGE, pixels)
-    assert preprocessor.probe_grid(item) == preprocessor.load(item).item.grid == Grid(1, 4, 6)
+    assert preprocessor.probe(item).grid == preprocessor.load(item).item.grid == Grid(1, 4, 6)
     item = Item(Modality.IMAGE, EncodedFile(solid(64, 160)))
     loaded, decode_ms, resize_ms = preprocessor.load(item)
-    assert preprocessor.probe_grid(item) == loaded.grid == grid
+    assert preprocessor.probe(item).grid == loaded.grid == grid
     assert min(decode_ms, resize_ms) > 0
     for refused in (Item(Modality.IMAGE, DigestOnly(), b"d" * 32), Item(Modality.VIDEO, EncodedFile(b"x"))):
-        for call in (preprocessor.probe_grid, preprocessor.load):
+        for call in (preprocessor.probe, preprocessor.load):
             with pytest.raises(UnsupportedContent):
                 call(refused)
     with pytest.raises(UnsupportedContent, match="no settings for clips"):

@@ -36,7 +36,7 @@ async def rig() -> AsyncIterator[Rig]:
 
 @pytest.fixture
 def servicer(rig: Rig) -> VisionEncoderServicer:
-    reader = ItemReader(Admission(0, 1 << 20), rig.workers)
+    reader = ItemReader(Admission(0, 1 << 20), rig.workers.executor)
     return VisionEncoderServicer(rig.pipeline, pb.GetServerInfoResponse(), reader, rig.metrics)
 
 

@@ -13,6 +13,7 @@ from encoder_service.scheduler.admission import (
     RETRY_AFTER_MS,
     Admission,
     Pace,
+    UnreadBytes,
 )
 
 
@@ -21,13 +22,16 @@ def test_patches_and_later_bytes_are_refused_separately_and_held_until_release()
     first, second = admission.acquire(10), admission.acquire(0)
     second.add_bytes(10)
     for take in (second.add_bytes, admission.acquire):
-        with pytest.raises(QueueFull, match="holds 20 content bytes of 100, the item needs 81") as caught:
+        with pytest.raises(
+            QueueFull,
+            match=r"holds 20 content bytes of 100, 55 more .* item needs 81",
+        ) as caught:
             take(81)
         assert caught.value.retryable
         assert caught.value.retry_after_ms > 0
         assert caught.value.details["max_bytes"] == "100"
     first.add_patches(8, 1)
-    with pytest.raises(QueueFull, match="holds 8 patches of 10, the item needs 3"):
+    with pytest.raises(QueueFull, match="holds 8 patches of 10, 0 more are this caller's"):
         second.add_patches(3, 1)
     assert admission.num_bytes == 20
     second.release()
@@ -66,7 +70,7 @@ def test_p17_counts_never_pass_the_bounds_and_return_to_zero(steps: list[tuple[i
 
 def test_retry_advice_follows_the_rate_at_which_patches_are_released() -> None:
     now = [0.0]
-    admission = Admission(max_patches=1000, max_bytes=1 << 30, clock=lambda: now[0])
+    admission = Admission(max_patches=1334, max_bytes=1 << 30, clock=lambda: now[0])
     held = [admission.acquire(1) for _ in range(11)]
     for permit in held[:10]:
         permit.add_patches(100, 1)
@@ -99,3 +103,70 @@ def test_retry_advice_equals_a_steady_rate(amount: float, every_s: float) -> Non
     expected = min(MAX_RETRY_AFTER_MS, max(MIN_RETRY_AFTER_MS, exact_ms))
     # Seen right after an amount, the average is at most one interval too high.
     assert expected / (1 + every_s / 5) - 1 <= pace.retry_after_ms(amount) <= expected * 1.05 + 1
+
+
+FLOOD, PROBE = ("namespace flood",), ("namespace probe",)
+
+
+def test_p69_one_caller_takes_three_quarters_of_the_patches_and_another_finds_room() -> None:
+    admission = Admission(max_patches=1000, max_bytes=1 << 20)
+    flood = admission.acquire(1, FLOOD)
+    for _ in range(7):
+        flood.add_patches(100, 1)
+    with pytest.raises(QueueFull, match=r"holds 700 patches of 1000, 50 more are this caller's .* needs 100"):
+        flood.add_patches(100, 1)
+    admission.acquire(1, PROBE).add_patches(300, 1)
+
+
+def test_p69_one_caller_takes_three_quarters_of_the_bytes() -> None:
+    admission = Admission(max_patches=1000, max_bytes=1000)
+    admission.acquire(750, FLOOD)
+    with pytest.raises(QueueFull, match="holds 750 content bytes of 1000, 0 more are this caller's"):
+        admission.acquire(1, FLOOD)
+    admission.acquire(250, PROBE)
+
+
+def test_p69_prefetches_leave_half_of_the_patches_to_calls_that_wait() -> None:
+    admission = Admission(max_patches=1000, max_bytes=1000)
+    permit = admission.acquire(0, FLOOD)
+    for _ in range(5):
+        permit.add_patches(100, 1, is_prefetch=True)
+    with pytest.raises(QueueFull, match="holds 500 patches of 1000, 0 more are a prefetch's to take"):
+        admission.acquire(0, PROBE).add_patches(1, 1, is_prefetch=True)
+    permit.add_patches(100, 1)
+    alone = Admission(max_patches=1000, max_bytes=1000)
+    alone.acquire(0, FLOOD).add_patches(1000, 1, is_prefetch=True)
+
+
+def test_p69_unread_rows_of_one_caller_leave_room_for_another() -> None:
+    unread, rows = UnreadBytes(1000), [object() for _ in range(40)]
+    for row in rows:  # encodes that were admitted before continue
+        unread.add(row, 100, FLOOD)
+    with pytest.raises(QueueFull, match="4000 bytes of rows wait to be read, 4000 of them this caller's"):
+        unread.check_room(FLOOD)
+    unread.check_room(PROBE)
+    for row in rows[3:]:
+        unread.remove(row, 100)
+    unread.check_room(FLOOD)
+    for row in rows[:3]:
+        unread.remove(row, 100)
+    assert (unread.num_bytes, unread.fill()) == (0, 0.0)
+
+
+def test_rows_of_several_callers_count_once() -> None:
+    unread, row = UnreadBytes(1000), object()
+    unread.add(row, 100, FLOOD)
+    unread.add(row, 100, PROBE)
+    unread.remove(row, 100)
+    assert unread.num_bytes == 100
+    unread.remove(row, 100)
+    assert unread.num_bytes == 0
+
+
+def test_p64_the_fill_is_1_where_a_caller_is_refused() -> None:
+    admission, holder = Admission(max_patches=16_000, max_bytes=1 << 20), ("peer 10.0.0.1", "namespace a")
+    permit = admission.acquire(0, holder)
+    permit.add_patches(9_000, 1)
+    with pytest.raises(QueueFull):
+        permit.add_patches(1, 1)
+    assert admission.fill() == 1.0

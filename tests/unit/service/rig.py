@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 
 from encoder_service.engine.device import DeviceEngine
 from encoder_service.ingest.preprocessor import Preprocessor
+from encoder_service.ingest.workers import IngestWorkers
 from encoder_service.ops.metrics import Metrics
 from encoder_service.pipeline import Pipeline, ServedModel
 from encoder_service.scheduler.admission import Admission
@@ -51,7 +51,7 @@ class Rig:
             clock=time.monotonic,
             on_fault=lambda fault: None,
         )
-        self.workers = ThreadPoolExecutor(4)
+        self.workers = IngestWorkers(4, 2, 1 << 20)
         self.pipeline = Pipeline(
             model=ServedModel("fake", "fake", b"m" * 32, self.tower, self.preprocessor),
             store=self.store,
@@ -70,7 +70,7 @@ class Rig:
         self.fake.gate.set()
         await self.pipeline.drain(10)
         assert self.engine.stop(10)
-        self.workers.shutdown()
+        self.workers.shutdown(wait=True)
         for _ in range(5):
             await asyncio.sleep(0)  # what the engine's threads have posted
 

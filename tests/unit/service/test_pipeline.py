@@ -23,6 +23,9 @@ from encoder_service.errors import (
     UnsupportedContent,
 )
 from encoder_service.inflight import InFlightEncode
+from encoder_service.ingest.preprocessor import ProbedItem
+from encoder_service.pipeline import holder_of
+from encoder_service.scheduler.admission import UnreadBytes
 from encoder_service.types import (
     CacheTier,
     DigestOnly,
@@ -87,10 +90,9 @@ async def test_stages_of_a_shared_encode_are_observed_once(rig: Rig) -> None:
 
 async def test_p17_no_new_encode_while_callers_leave_too_much_unread(rig: Rig) -> None:
     held = (await rig.pipeline.encode(image(1))).encoded
-    undelivered = rig.pipeline.unread
-    undelivered.max_bytes = held.spec.num_bytes
+    undelivered = rig.pipeline.unread = UnreadBytes(held.spec.num_bytes)
     for _ in range(2):
-        undelivered.add(held, held.spec.num_bytes)
+        undelivered.add(held, held.spec.num_bytes, holder_of(""))
     assert undelivered.num_bytes == held.spec.num_bytes
     with pytest.raises(QueueFull, match=f"{held.spec.num_bytes} bytes of rows wait to be read"):
         await rig.pipeline.encode(image(2))
@@ -132,7 +134,7 @@ async def test_p34_headers_are_read_on_workers(rig: Rig) -> None:
     threads: list[threading.Thread] = []
     probe = rig.fake.probe_image
 
-    def probe_image(data: bytes, options: PreprocessOptions) -> Grid:
+    def probe_image(data: bytes, options: PreprocessOptions) -> ProbedItem:
         threads.append(threading.current_thread())
         return probe(data, options)
 
@@ -289,9 +291,9 @@ async def test_a_caller_does_not_join_what_was_dropped_for_an_earlier_deadline(
 
 async def test_full_queues_refuse_at_once(rig: Rig) -> None:
     rig.tower.gate.clear()
-    waiting = [asyncio.ensure_future(rig.pipeline.encode(image(value, side=16))) for value in range(4)]
-    await until(lambda: rig.pipeline.admission.num_patches == 1024)
-    with pytest.raises(QueueFull, match="holds 1024 patches of 1024, the item needs 16"):
+    waiting = [asyncio.ensure_future(rig.pipeline.encode(image(value, side=16))) for value in range(3)]
+    await until(lambda: rig.pipeline.admission.num_patches == 768)
+    with pytest.raises(QueueFull, match="holds 768 patches of 1024, 0 more are this caller's"):
         await rig.pipeline.encode(image(9))
     with pytest.raises(QueueFull, match="content bytes"):
         await rig.pipeline.encode(Item(Modality.IMAGE, EncodedFile(b"FAKE" + bytes(5000))))

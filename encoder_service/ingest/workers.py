@@ -1,0 +1,103 @@
+"""The threads that decode and resize, and who gets them when.
+
+Owns how work is shared among them: callers take turns, so that a caller with a thousand images delays another
+one's by a job at most; clips have threads of their own, since a part of a clip can take seconds; and the
+pixels that are decoded at a time have a limit in bytes, whatever the size of the files. Used from the event
+loop; only the functions run on the threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager
+from typing import TypeVar
+
+from encoder_service.ops.shares import Holder, WaitingShares
+
+Result = TypeVar("Result")
+
+# How much less urgent than an image a clip's decoding is to the operating system.
+CLIP_NICENESS = 5
+
+
+class _Threads:
+    """Some threads, which callers use in turns. One caller alone keeps ``num_threads`` busy; a second one
+    finds more, so that it need not wait for the end of a long job."""
+
+    def __init__(self, num_threads: int, name: str, niceness: int = 0) -> None:
+        num_spare = max(1, num_threads // 3)
+        self.executor = ThreadPoolExecutor(num_threads + num_spare, name, set_niceness, (niceness,))
+        self.places = WaitingShares(num_threads + num_spare, num_reserved=num_spare)
+
+
+class IngestWorkers:
+    """max_decoded_bytes: of the images and clips that are being decoded; an item above it is decoded while
+    no other is."""
+
+    def __init__(self, num_threads: int, num_clip_threads: int, max_decoded_bytes: int) -> None:
+        self.memory = WaitingShares(max_decoded_bytes)
+        self._images = _Threads(num_threads, "ingest")
+        self._clips = _Threads(num_clip_threads, "clips", CLIP_NICENESS)
+
+    @property
+    def executor(self) -> ThreadPoolExecutor:
+        """The threads of images, for short work that belongs to no caller's queue."""
+        return self._images.executor
+
+    @property
+    def num_waiting(self) -> int:
+        """Jobs that wait for a thread or for memory."""
+        return self.memory.num_waiting + self._images.places.num_waiting + self._clips.places.num_waiting
+
+    async def run(
+        self,
+        holder: Holder,
+        function: Callable[..., Result],
+        *arguments: object,
+        decoded_bytes: int = 0,
+        is_clip: bool = False,
+    ) -> Result:
+        """The function's result, computed on a thread. decoded_bytes: the most memory that it takes for
+        pixels while it runs. If the caller leaves, the function still runs to its end."""
+        threads, holder = self._clips if is_clip else self._images, holder[-1:]
+        with contextlib.ExitStack() as held:
+            if decoded_bytes:
+                taken = await self.memory.acquire(holder, decoded_bytes)
+                held.callback(self.memory.release, holder, taken)
+            place = await threads.places.acquire(holder)
+            held.callback(threads.places.release, holder, place)
+            job = threads.executor.submit(function, *arguments)
+            try:
+                return await asyncio.wrap_future(job)
+            except asyncio.CancelledError:
+                if not job.done():
+                    loop, ended = asyncio.get_running_loop(), held.pop_all()
+
+                    def give_back(_: object) -> None:
+                        with contextlib.suppress(RuntimeError):  # the loop has ended, and the limits with it
+                            loop.call_soon_threadsafe(ended.close)
+
+                    job.add_done_callback(give_back)
+                raise
+
+    def hold_memory(self, holder: Holder, decoded_bytes: int) -> AbstractAsyncContextManager[None]:
+        """Holds memory for the pixels of a clip that stays open from one job to the next."""
+        return self.memory.hold(holder[-1:], decoded_bytes)
+
+    def shutdown(self, *, wait: bool = False) -> None:
+        """Starts no further job. wait: until those that run have ended."""
+        for threads in (self._images, self._clips):
+            threads.executor.shutdown(wait=wait, cancel_futures=True)
+
+
+def set_niceness(niceness: int) -> None:
+    """Makes the calling thread, and those that it starts, less urgent than the process's others."""
+    if niceness and sys.platform == "linux":  # elsewhere threads have none of their own
+        thread = threading.get_native_id()
+        os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + niceness)
