@@ -22,8 +22,8 @@ Holder: TypeAlias = tuple[str, ...]
 
 # A quarter of a limit is left to holders of little; an eighth is little.
 RESERVED, LITTLE = 4, 8
-# A holder of whatever has no caller of its own.
-SERVICE: Holder = ("service",)
+# For limits that only one caller uses: the whole limit is its share.
+WHOLE: Holder = ()
 
 
 class Shares:

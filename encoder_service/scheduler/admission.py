@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from encoder_service.errors import QueueFull
-from encoder_service.ops.shares import RESERVED, SERVICE, Holder, Shares
+from encoder_service.ops.shares import RESERVED, WHOLE, Holder, Shares
 
 # The retry delay before anything was measured, and the limits of a measured delay. A shorter delay only adds
 # load; with a longer one, the service could be idle while its callers wait.
@@ -98,7 +98,7 @@ class UnreadBytes:
         self._readers: dict[int, tuple[Holder, int]] = {}
         """By the rows' identity: whose they are, and how many callers have not read them."""
 
-    def add(self, rows: object, num_bytes: int, holder: Holder = SERVICE) -> None:
+    def add(self, rows: object, num_bytes: int, holder: Holder = WHOLE) -> None:
         """Adds a caller that holds ``rows`` until ``remove``."""
         owner, num_readers = self._readers.get(id(rows), (holder[:1], 0))
         self._readers[id(rows)] = owner, num_readers + 1
@@ -113,12 +113,12 @@ class UnreadBytes:
             del self._readers[id(rows)]
             self._count(owner, -num_bytes)
 
-    def check_room(self, holder: Holder = SERVICE) -> None:
+    def check_room(self, holder: Holder = WHOLE) -> None:
         """Raises QueueFull, with both numbers, while too much of the caller's is unread."""
         if self._shares.room(holder[:1]) <= 0:
             raise QueueFull(
-                f"{self.num_bytes} bytes of rows wait to be read, {self._unread[holder[:1]]} of them this "
-                f"caller's; at most {self.max_bytes} may, and three quarters of them one caller's",
+                f"{self.num_bytes} bytes of rows wait to be read, at most {self.max_bytes} may, three "
+                f"quarters of them one caller's, and {self._unread[holder[:1]]} are this one's",
                 retry_after_ms=RETRY_AFTER_MS,
                 undelivered_bytes=self.num_bytes,
                 max_bytes=self.max_bytes,
@@ -129,7 +129,7 @@ class UnreadBytes:
         return self._shares.fill()
 
     def _count(self, owner: Holder, num_bytes: int) -> None:
-        most = self.max_bytes - self.max_bytes // RESERVED
+        most = self.max_bytes - (self.max_bytes // RESERVED if owner else 0)
         former = min(most, self._unread[owner])
         self.num_bytes += num_bytes
         self._unread[owner] += num_bytes
@@ -166,7 +166,7 @@ class Admission:
         """From 0 to 1: the fuller limit's share in use, as ``Shares.fill``."""
         return max(shares.fill() for shares in (self._patches, self._bytes) if shares.limit)
 
-    def acquire(self, num_bytes: int, holder: Holder = SERVICE) -> Permit:
+    def acquire(self, num_bytes: int, holder: Holder = WHOLE) -> Permit:
         """A permit for an item whose content holds ``num_bytes``. Raises QueueFull with both numbers."""
         self._take_bytes(holder, num_bytes)
         return Permit(self, holder, num_bytes)
@@ -175,8 +175,8 @@ class Admission:
         if not self._bytes.take(holder, num_bytes):
             room = max(0, self._bytes.room(holder))
             raise QueueFull(
-                f"queue holds {self.num_bytes} content bytes of {self.max_bytes}, {room} more are this "
-                f"caller's to take, the item needs {num_bytes}",
+                f"queue holds {self.num_bytes} content bytes of {self.max_bytes}, the item needs "
+                f"{num_bytes}, {room} are left to this caller",
                 retry_after_ms=advice_ms(self._bytes_pace, num_bytes - room),
                 held_bytes=self.num_bytes,
                 needed_bytes=num_bytes,
@@ -188,10 +188,10 @@ class Admission:
         if is_prefetch and self.num_patches:
             room = min(room, max(0, int(self.max_patches * PREFETCH_SHARE) - self.num_patches))
         if num_patches > room:
-            what = "a prefetch's" if is_prefetch else "this caller's"
+            whom = "a prefetch" if is_prefetch else "this caller"
             raise QueueFull(
-                f"queue holds {self.num_patches} patches of {self.max_patches}, {room} more are {what} to "
-                f"take, the item needs {num_patches}",
+                f"queue holds {self.num_patches} patches of {self.max_patches}, the item needs "
+                f"{num_patches}, {room} are left to {whom}",
                 retry_after_ms=advice_ms(self._patches_pace, num_patches - room),
                 held_patches=self.num_patches,
                 needed_patches=num_patches,

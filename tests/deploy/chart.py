@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -195,7 +196,15 @@ def container_of(objects: Iterable[Object], name: str = NAME) -> Object:
 def environment_of(objects: Sequence[Object]) -> dict[str, str]:
     """Environment of the encoder's process."""
     found: dict[str, str] = dict(named(objects, "ConfigMap", f"{NAME}-config")["data"])
-    for entry in container_of(objects).get("env", ()):
+    container = container_of(objects)
+    for entry in container.get("env", ()):
+        source = entry.get("valueFrom", {}).get("resourceFieldRef")
+        if source is not None:
+            kind, _, name = source["resource"].partition(".")
+            entry = {
+                "name": entry["name"],
+                "value": str(math.ceil(quantity(container["resources"][kind][name]))),
+            }
         value = entry.get("value") or FROM_ELSEWHERE[entry["name"]]
         for name, text in found.items():
             value = value.replace(f"$({name})", text)

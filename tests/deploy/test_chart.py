@@ -6,6 +6,7 @@ import copy
 import json
 import re
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 import yaml
@@ -168,15 +169,39 @@ def test_p37_the_pod_has_time_to_drain(case: str, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("case", CASES)
 def test_p17_the_memory_limit_covers_what_is_held(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows and content take half of the limit at most; with unread rows and decoded images, 0.7 of it."""
+    """Content counts twice: as it arrives, and once it is admitted."""
     settings = settings_of(rendered(case), monkeypatch)
     limits = container_of(rendered(case))["resources"]["limits"]
-    held_bytes = settings.arena_bytes + settings.max_queued_bytes
-    assert 2 * held_bytes <= quantity(limits["memory"])
-    decoded_bytes = settings.ingest_threads * settings.max_image_pixels * 3
-    assert held_bytes + settings.max_undelivered_bytes + decoded_bytes <= 0.7 * quantity(limits["memory"])
+    held_bytes = settings.arena_bytes + 2 * settings.max_queued_bytes
+    held_bytes += settings.max_undelivered_bytes + settings.max_decoded_bytes
+    assert held_bytes + (768 << 20) <= quantity(limits["memory"])
     gpus = {"nvidia.com/gpu": "1"} if case in GPU_CASES else {}
     assert {name: limit for name, limit in limits.items() if name != "memory"} == gpus
+
+
+@pytest.mark.parametrize("memory", ["5Gi", "2G", "5800Mi", "1000000"])
+def test_p50_a_memory_limit_below_what_the_settings_admit_is_refused(memory: str) -> None:
+    with pytest.raises(RenderingFailed, match=f"limits.memory is {memory}, .* admit 5888Mi"):
+        render({"resources": {"limits": {"memory": memory}}})
+    lowered = {
+        "VE_MAX_QUEUED_BYTES": "2097152",
+        "VE_MAX_MESSAGE_BYTES": "2097152",
+        "VE_ARENA_BYTES": "1048576",
+    }
+    lowered |= {"VE_MAX_DECODED_BYTES": "67108864", "VE_MAX_UNDELIVERED_BYTES": "67108864"}
+    render({"resources": {"limits": {"memory": "1Gi"}}, "settings": lowered})
+
+
+def test_p50_decoding_threads_follow_the_pods_cores() -> None:
+    def threads(resources: Object, settings: Object = MappingProxyType({})) -> str:
+        return environment_of(render({"resources": resources, "settings": dict(settings)}))[
+            "VE_INGEST_THREADS"
+        ]
+
+    assert threads({"requests": {"cpu": "3"}}) == "3"
+    assert threads({"requests": {"cpu": "3"}, "limits": {"cpu": "4500m"}}) == "5"
+    assert threads({"requests": {"cpu": "250m"}}) == "1"
+    assert threads({"requests": {"cpu": "3"}}, {"VE_INGEST_THREADS": "7"}) == "7"
 
 
 def test_settings_reach_the_pod_as_written_and_a_change_rolls_it() -> None:

@@ -404,7 +404,8 @@ def test_a_caller_that_hangs_up_ends_its_encode(served: Served) -> None:
     service = served.service.service
     assert service.pipeline is not None
     inflight, release = service.pipeline.inflight, threading.Event()
-    busy = [service._workers.submit(release.wait) for _ in range(service._workers._max_workers)]
+    threads = service._workers.executor
+    busy = [threads.submit(release.wait) for _ in range(threads._max_workers)]
     try:
         url = served.http.base_url
         body = {"req_id": "x", "modality": "IMAGE", "num_parts": 1, "part_idx": 0}
@@ -530,7 +531,7 @@ def test_p17_more_patches_than_the_queue_takes_are_answered_503_each_time(
         images = [data_url(photo(128, 128)) for _ in range(2)]
         for _ in range(2):
             refused = message(served.encode(images, receiver.port), 503)
-            assert refused == "queue holds 256 patches of 256, the item needs 256"
+            assert refused == "queue holds 256 patches of 256, the item needs 256, 0 are left to this caller"
         assert receiver.is_empty()
         assert served.encode(images[:1], receiver.port).status_code == 200
         wait_until(served.is_free, "the protocol's end of work")

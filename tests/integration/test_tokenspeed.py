@@ -26,7 +26,6 @@ import zmq
 
 from encoder_service.errors import ConfigurationError
 from encoder_service.ingest import pixel_segments
-from encoder_service.scheduler.admission import UnreadBytes
 from encoder_service.towers import load_tower
 from encoder_service.types import Grid
 from lm_adapter import CacheTier, ImageItem, VisionEncoderClient
@@ -549,7 +548,8 @@ def test_p46_rows_that_nobody_fetches_refuse_further_items_of_gateways_alone(
 ) -> None:
     server, rooms = served.service.service._tokenspeed, [new_room(), new_room()]
     assert server is not None
-    monkeypatch.setattr(server._rooms, "unread", UnreadBytes(1))
+    monkeypatch.setattr(server._rooms.unread, "max_bytes", 1)
+    monkeypatch.setattr(server._rooms.unread._shares, "limit", 1)
     with Rank(served.bootstrap) as rank, VisionEncoderClient(served.service.target) as client:
         served.encode(image(random_pixels()), rooms[0])
         code, details = served.refusal(image(random_pixels()), rooms[1])

@@ -49,9 +49,9 @@ def test_saturation_is_the_largest_of_its_shares() -> None:
     rig.counters.patches, rig.counters.busy_s = 200, 1.0
     rig.pipeline.admission.acquire(0).add_patches(150, 16)
     assert read("ve_saturation_ratio") == pytest.approx(0.75)  # 0.75 s queued, 1 s is saturated
-    rig.pipeline.admission.acquire(0, ("namespace other",)).add_patches(450, 16)
+    rig.pipeline.admission.acquire(0).add_patches(750, 16)
     rig.counters.patches = 2000
-    assert read("ve_saturation_ratio") == pytest.approx(0.6)  # of the admitted patches; 0.3 s are queued
+    assert read("ve_saturation_ratio") == pytest.approx(0.9)  # of the admitted patches; 0.45 s are queued
 
 
 def test_p17_samples_are_bounded() -> None:

@@ -55,7 +55,7 @@ class Rig:
         self.pipeline = Pipeline(
             model=ServedModel("fake", "fake", b"m" * 32, self.tower, self.preprocessor),
             store=self.store,
-            admission=Admission(max_patches=1024, max_bytes=4096),
+            admission=Admission(max_patches=1366, max_bytes=4096),
             engine=self.engine,
             workers=self.workers,
             metrics=self.metrics,

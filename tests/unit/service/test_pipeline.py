@@ -291,9 +291,9 @@ async def test_a_caller_does_not_join_what_was_dropped_for_an_earlier_deadline(
 
 async def test_full_queues_refuse_at_once(rig: Rig) -> None:
     rig.tower.gate.clear()
-    waiting = [asyncio.ensure_future(rig.pipeline.encode(image(value, side=16))) for value in range(3)]
-    await until(lambda: rig.pipeline.admission.num_patches == 768)
-    with pytest.raises(QueueFull, match="holds 768 patches of 1024, 0 more are this caller's"):
+    waiting = [asyncio.ensure_future(rig.pipeline.encode(image(value, side=16))) for value in range(4)]
+    await until(lambda: rig.pipeline.admission.num_patches == 1024)
+    with pytest.raises(QueueFull, match="holds 1024 patches of 1366, the item needs 16"):
         await rig.pipeline.encode(image(9))
     with pytest.raises(QueueFull, match="content bytes"):
         await rig.pipeline.encode(Item(Modality.IMAGE, EncodedFile(b"FAKE" + bytes(5000))))

@@ -78,6 +78,7 @@ capabilities:
 switch, or that the pod sets by itself, fails the rendering. */}}
 {{- define "vision-encoder.settings" -}}
 {{- include "vision-encoder.checkListen" . }}
+{{- include "vision-encoder.checkMemory" . }}
 {{- $data := dict }}
 {{- $fixed := dict }}
 {{- if .Values.tls.enabled }}
@@ -143,6 +144,26 @@ switch, or that the pod sets by itself, fails the rendering. */}}
 {{- $admin := dig "VE_ADMIN_LISTEN" "127.0.0.1:8080" .Values.settings }}
 {{- if not (regexMatch "^(0\\.0\\.0\\.0|\\[::\\]):8080$" $admin) }}
 {{- fail (printf "settings.VE_ADMIN_LISTEN is %s, probes and Services need 0.0.0.0:8080 or [::]:8080" (quote $admin)) }}
+{{- end }}
+{{- end }}
+
+{{/* The pod's memory limit holds what the settings admit. */}}
+{{- define "vision-encoder.checkMemory" -}}
+{{- $gib := "1073741824" }}
+{{- $settings := .Values.settings }}
+{{- $queued := get $settings "VE_MAX_QUEUED_BYTES" | default (mul 2 $gib) | int64 }}
+{{- $needed := add 805306368
+    (get $settings "VE_ARENA_BYTES" | default (mul 2 $gib) | int64)
+    (mul 2 $queued)
+    (get $settings "VE_MAX_DECODED_BYTES" | default $gib | int64)
+    (get $settings "VE_MAX_UNDELIVERED_BYTES" | default $gib | int64) }}
+{{- $limit := dig "limits" "memory" "" .Values.resources | toString }}
+{{- if $limit }}
+{{- $unit := get (dict "" 1 "k" 1000 "M" 1000000 "G" 1000000000 "Ki" 1024 "Mi" 1048576 "Gi" 1073741824) (regexFind "[A-Za-z]*$" $limit) }}
+{{- $bytes := mulf (regexFind "^[0-9.]+" $limit | float64) $unit | int64 }}
+{{- if lt $bytes $needed }}
+{{- fail (printf "resources.limits.memory is %s, the settings VE_ARENA_BYTES, VE_MAX_QUEUED_BYTES (twice), VE_MAX_DECODED_BYTES and VE_MAX_UNDELIVERED_BYTES admit %dMi with the process itself: raise the limit or lower these" $limit (div $needed 1048576)) }}
+{{- end }}
 {{- end }}
 {{- end }}
 
