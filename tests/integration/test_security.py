@@ -33,6 +33,7 @@ from tests.certificates import Authority
 from tests.integration.conftest import RunningService, running, tokens_file
 from tests.integration.images import photo
 from tests.ports import free_port
+from tests.waiting import wait_until
 from vision_encoder.v1 import encoder_pb2 as pb
 from vision_encoder.v1 import encoder_pb2_grpc
 
@@ -41,9 +42,9 @@ pytestmark = pytest.mark.without_device
 
 @pytest.fixture
 def prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files are read again at every handshake and call."""
+    """The client reads its files again at every call, the service all the time."""
     monkeypatch.setattr(channel, "RECHECK_S", 0.0)
-    monkeypatch.setattr(reloaded, "RECHECK_S", 0.0)
+    monkeypatch.setattr(reloaded, "RECHECK_S", 0.02)
 
 
 @contextmanager
@@ -61,6 +62,13 @@ def encodes(target: str, tls: ClientTls | None) -> None:
     options = {"grpc.use_local_subchannel_pool": 1}
     with VisionEncoderClient(target, tls=tls, timeout_s=20, options=options) as client:
         assert client.encode_one(ImageItem(photo(40, 40))).num_rows > 0
+
+
+def is_encoded(target: str, tls: ClientTls) -> bool:
+    with contextlib.suppress(EncoderUnavailable):
+        encodes(target, tls)
+        return True
+    return False
 
 
 def test_tls_on_tcp_clear_on_unix(checkpoints: dict[str, Path], device: torch.device, tmp_path: Path) -> None:
@@ -93,7 +101,7 @@ def test_rotated_files_serve_new_connections_and_old_ones_go_on(
             shutil.copy(renewed.cert, tmp_path / "a" / "encoder.pem")
             encodes(found.target, ClientTls(ca=first.ca))  # half a rotation changes nothing
             shutil.copy(renewed.key, tmp_path / "a" / "encoder.key")
-            encodes(found.target, ClientTls(ca=second.ca))
+            wait_until(lambda: is_encoded(found.target, ClientTls(ca=second.ca)))
             with pytest.raises(EncoderUnavailable):
                 encodes(found.target, ClientTls(ca=first.ca))
             assert old.encode_one(ImageItem(photo(40, 40))).num_rows > 0
@@ -229,7 +237,7 @@ def test_p18_tokens_of_namespaces(
                     assert token not in str(caught.value)
         renewed = secrets.token_urlsafe()
         tokens_file(tmp_path, f"a={token}", f"b={renewed}")
-        assert answer("b", renewed) is grpc.StatusCode.OK
+        wait_until(lambda: answer("b", renewed) is grpc.StatusCode.OK)
         assert answer("b", other) is grpc.StatusCode.UNAUTHENTICATED
 
 
