@@ -8,8 +8,8 @@ has an event loop of its own, so that the service's never waits for it.
 A namespace that has arenas of its own sees only those. All other namespaces see the shared arenas.
 
 The kernel counts descriptors that were sent and not read, for all processes of the service's user, and sends
-none above that user's limit; a connection that the broker closes keeps its own until the client reads or
-closes. So the broker has a limit of its own, and every limit has shares by the client's user, namespace and process.
+none above the limit on open files. Those of a connection that the broker has closed count until the client
+reads or closes. So the broker has a lower limit of its own, and gives shares of each limit.
 """
 
 from __future__ import annotations
@@ -71,13 +71,13 @@ class BrokerLimits:
     """The limits of one broker.
 
     connections: clients after their Hello. pending: clients before their Hello; one more of a user closes
-    that user's oldest. unread: descriptors that were sent and not read, one attach for each connection. All
-    three have shares by user, namespace and process. hello_s: time from the connect to the complete Hello. unread_s:
-    how long a reply may stay unread. attaches: attaches per connection."""
+    that user's oldest. unread: attaches whose descriptors were sent and not read, one for each connection.
+    All three have shares, by user, namespace and process. hello_s: time from the connect to the complete
+    Hello. unread_s: how long a reply may stay unread. attaches: attaches per connection."""
 
     connections: int = 640
     pending: int = 128
-    unread: int = 256
+    unread: int = 80
     hello_s: float = 5.0
     unread_s: float = 10.0
     attaches: int = 64
@@ -88,13 +88,13 @@ class BrokerLimits:
         return cls(
             connections=max(1, min(cls.connections, num_descriptors // 4)),
             pending=max(1, min(cls.pending, num_descriptors // 16)),
-            unread=max(2 * NUM_ATTACHED, min(cls.unread, num_descriptors // 8)),
+            unread=max(2, min(cls.unread, num_descriptors // (8 * NUM_ATTACHED))),
         )
 
     @property
     def num_descriptors(self) -> int:
-        """What the clients can make the broker hold. Ended clients count while descriptors are unread."""
-        return self.connections + self.pending + self.unread // NUM_ATTACHED
+        """What the clients can make the broker hold. Ended clients count until they read."""
+        return self.connections + self.pending + self.unread
 
 
 @dataclass(frozen=True)
@@ -140,9 +140,9 @@ class _Refused(Exception):
 
 @dataclass(eq=False)
 class _Client:
-    """One connection. namespace: None before its Hello. counted: where it counts, and for whom. num_unread:
-    descriptors that it was sent and has not read. unread_since_s: of the oldest reply seen unread, at the
-    precision of the checks. cause: of its end."""
+    """One connection. namespace: None before its Hello. counted: where it counts now. is_attaching: it was
+    sent descriptors that it has not read. unread_since_s: when the checks first saw an unread reply. cause:
+    of its end."""
 
     socket: socket.socket
     pid: int
@@ -153,7 +153,7 @@ class _Client:
     holder: Holder = ()
     counted: Shares | None = None
     num_attaches: int = 0
-    num_unread: int = 0
+    is_attaching: bool = False
     unread_since_s: float | None = None
     cause: str = "the broker stops"
     reader: FrameReader = field(default_factory=FrameReader)
@@ -327,9 +327,9 @@ class Broker:
     def _note_reads(self) -> None:
         """Gives back the descriptors that clients have read, or whose clients have gone."""
         for client in [*self._clients, *self._ended]:
-            if client.num_unread and client.has_read_all():
-                self._unread.give_back(client.holder, client.num_unread)
-                client.num_unread = 0
+            if client.is_attaching and client.has_read_all():
+                self._unread.give_back(client.holder)
+                client.is_attaching = False
                 if client in self._ended:
                     self._ended.remove(client)
                     client.socket.close()
@@ -366,7 +366,7 @@ class Broker:
     def _close_client(self, client: _Client, _: asyncio.Task[None]) -> None:
         self._clients.pop(client, None)
         self._count(client, None)
-        if client.num_unread:
+        if client.is_attaching:
             with contextlib.suppress(OSError):  # the client is gone
                 client.socket.shutdown(socket.SHUT_RDWR)
             self._ended.add(client)
@@ -460,7 +460,7 @@ class Broker:
         if client.num_attaches >= self.options.limits.attaches:
             raise _Refused("TOO_MANY_ATTACHES", f"at most {client.num_attaches} in one connection", True)
         client.num_attaches += 1
-        await self._take_unread(client)
+        await self._begin_attach(client)
         reply = pb.BrokerReply(
             request_id=request_id,
             num_descriptors=len(shared.descriptors),
@@ -468,23 +468,24 @@ class Broker:
         )
         self._send(client, reply, shared.descriptors)
 
-    async def _take_unread(self, client: _Client) -> None:
+    async def _begin_attach(self, client: _Client) -> None:
         """Waits until the client has read its attach before, and for room for another one. The check of
         clients ends one that does not read. Raises _Refused if others read too little."""
         waits_until_s = self._loop.time() + WAIT_S
-        while client.num_unread or not self._unread.take(client.holder, NUM_ATTACHED):
+        while True:
             self._note_reads()
-            if client.num_unread == 0 and self._unread.room(client.holder) >= NUM_ATTACHED:
-                continue
-            if client.num_unread == 0 and self._loop.time() >= waits_until_s:
-                raise _Refused(
-                    "TOO_MANY_ATTACHES",
-                    f"{self._unread.num_used} descriptors wait for clients that do not read, at most "
-                    f"{self._unread.limit} may, a share of them of one user and namespace",
-                    retryable=True,
-                )
+            if not client.is_attaching:
+                if self._unread.take(client.holder):
+                    client.is_attaching = True
+                    return
+                if self._loop.time() >= waits_until_s:
+                    raise _Refused(
+                        "TOO_MANY_ATTACHES",
+                        f"{self._unread.num_used} attaches wait for clients that do not read, at most "
+                        f"{self._unread.limit} may; one user, namespace or process has a share of them",
+                        retryable=True,
+                    )
             await asyncio.sleep(POLL_S)
-        client.num_unread = NUM_ATTACHED
 
     def _find(self, client: _Client, arena_id: bytes) -> _SharedArena:
         shared = self._shared.get(arena_id)

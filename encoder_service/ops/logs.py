@@ -139,7 +139,7 @@ def configure_logs(
 ) -> None:
     """Sets up structlog, and the logs of libraries, for the process. level: debug, info, warning or error.
     stream: where lines go, by default standard error."""
-    stream = stream or sys.stderr
+    stream = stream or sys.stderr or open(os.devnull, "w")  # noqa: SIM115 - closed at the start
     renderer: structlog.typing.Processor = (
         structlog.processors.JSONRenderer()
         if format == "json"
