@@ -372,7 +372,11 @@ class Broker:
             self._ended.add(client)
         else:
             client.socket.close()
-        log.info("client left", client=client.name, pid=client.pid, uid=client.uid, cause=client.cause)
+        more = {} if client.namespace is not None else self._seldom.due(client.cause)
+        if more is not None:  # those without a Hello are many if somebody wants it
+            log.info(
+                "client left", client=client.name, pid=client.pid, uid=client.uid, cause=client.cause, **more
+            )
 
     def _check_uid(self, client: _Client) -> None:
         allowed = self.options.allowed_uids
