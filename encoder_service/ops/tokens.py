@@ -40,7 +40,8 @@ class NamespaceTokens:
     """The tokens of all namespaces. Thread-safe. open_namespaces: namespaces without a token are open."""
 
     def __init__(self, file: Path | None = None, *, open_namespaces: bool = True) -> None:
-        """file: None if no namespace has a token. Raises ConfigurationError for one that cannot be read."""
+        """file: None if no namespace has a token. Raises ConfigurationError for one that cannot be read, and
+        for one without tokens."""
         self.open_namespaces = open_namespaces
         self._file = file
         # The key is random per process, so that the time of a look-up reveals nothing about a token.
@@ -71,8 +72,8 @@ class NamespaceTokens:
     def _build(self, text: bytes = b"") -> _Table:
         found = parse_tokens(text, self._file)
         former = self._newest
-        if former.names and not found:
-            raise ConfigurationError(f"{self._file} has no tokens any more")
+        if self._file is not None and not found:  # cut off, or about to be written
+            raise ConfigurationError(f"{self._file} has no tokens: it needs lines of namespace=token")
         names = frozenset(found)
         if gone := former.names - names:
             log.warning("namespaces lost their last token and stay closed", namespaces=sorted(gone))

@@ -314,6 +314,9 @@ def test_the_error_of_a_wrong_file_repeats_no_token(file: Path, tmp_path: Path) 
         NamespaceTokens(file)
     with pytest.raises(ConfigurationError, match="No such file"):
         NamespaceTokens(tmp_path / "none")
+    file.write_text("# none yet\n")
+    with pytest.raises(ConfigurationError, match="has no tokens"):
+        NamespaceTokens(file)
     os.mkfifo(tmp_path / "fifo")
     with pytest.raises(ConfigurationError, match="fifo is not a regular file"):
         NamespaceTokens(tmp_path / "fifo")
