@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from encoder_service import __version__
-from encoder_service.broker import Broker, broker_options
+from encoder_service.broker import Broker, BrokerLimits, broker_options
 from encoder_service.config import Settings
 from encoder_service.engine.device import DeviceEngine
 from encoder_service.engine.fast_path import build_graph_runner
@@ -34,11 +34,12 @@ from encoder_service.ingest.cores import num_clip_workers, usable_cores
 from encoder_service.ingest.decode import DecodeLimits
 from encoder_service.ingest.pixel_segments import PixelSegments
 from encoder_service.ingest.registry import load_preprocessor
-from encoder_service.ingest.urls import open_urls
+from encoder_service.ingest.urls import MAX_FETCHES, open_urls
 from encoder_service.ingest.video.source import clip_limits
 from encoder_service.ingest.workers import IngestWorkers
 from encoder_service.ops.admin.gauges import register_segments
 from encoder_service.ops.admin.plane import AdminPlane, AdminServer
+from encoder_service.ops.descriptors import raise_limit
 from encoder_service.ops.metrics import Metrics
 from encoder_service.ops.traces import start_traces
 from encoder_service.own_thread import on_own_thread
@@ -56,6 +57,7 @@ from encoder_service.rpc.server import (
 from encoder_service.rpc.server_info import server_info
 from encoder_service.rpc.servicer import VisionEncoderServicer
 from encoder_service.rpc.sglang import SglangServer
+from encoder_service.rpc.zmq_push import MAX_SENDS
 from encoder_service.scheduler.admission import Admission, UnreadBytes
 from encoder_service.scheduler.planner import MAX_ITEMS_PER_BATCH, Planner
 from encoder_service.store.embedding_store import EmbeddingStore, open_store
@@ -79,6 +81,8 @@ LAST_SPANS_S = 3.0
 # Readers copy announced rows within milliseconds; those that do not report reads are not waited for longer.
 UNREAD_DRAIN_S = 2.0
 DRAIN_POLL_S = 0.05
+# What the process itself opens: files, the device, event loops, the collector of spans.
+OWN_DESCRIPTORS = 256
 # Copies between tiers end within this time, or the device hangs.
 STORE_STOP_S = 5.0
 
@@ -473,11 +477,36 @@ def warm_up_grids(model: ServedModel, settings: Settings) -> list[Grid]:
     return grids
 
 
+def within_descriptors(settings: Settings, limit: int) -> Settings:
+    """The settings, with fewer connections if all that the limits allow would need more descriptors than
+    ``limit``. At least a quarter of them is for connections."""
+    num_protocols = bool(settings.serve_sglang) + bool(settings.serve_tokenspeed)
+    num_addresses = len(settings.listen) + bool(settings.admin_listen) + num_protocols
+    num_addresses += bool(settings.serve_tokenspeed)  # for gateways, and for prefill workers
+    num_others = OWN_DESCRIPTORS + MAX_FETCHES * bool(settings.url_allow) + 2 * MAX_SENDS * num_protocols
+    if settings.broker_path:
+        num_others += BrokerLimits.within(limit).num_descriptors
+    num_needed = num_others + num_addresses * settings.max_connections
+    if num_needed <= limit:
+        return settings
+    num_left = max(limit - num_others, limit // 4)
+    reduced = max(1, num_left // num_addresses)
+    log.warning(
+        "fewer connections are taken than set: the limit on descriptors is low",
+        needed=num_needed,
+        limit=limit,
+        max_connections=settings.max_connections,
+        taken_on_one_address=reduced,
+        remedy=f"raise the hard limit (ulimit -Hn) to {num_needed}, or lower max_connections",
+    )
+    return settings.model_copy(update={"max_connections": reduced})
+
+
 async def serve(settings: Settings, announce: Callable[[Service], None]) -> int:
     """Runs the service until a signal or a fault; the process's exit code. ``announce`` is called once
     when it is ready. Raises StartupError when it cannot start. A second signal cuts the grace short."""
     delay_s = 0.0
-    service = Service(settings)
+    service = Service(within_descriptors(settings, raise_limit()))
     loop = asyncio.get_running_loop()
     main = asyncio.current_task()
     assert main is not None

@@ -6,6 +6,10 @@ socket. When the process ends, its connections close; that tells readers that th
 has an event loop of its own, so that the service's never waits for it.
 
 A namespace that has arenas of its own sees only those. All other namespaces see the shared arenas.
+
+The kernel counts descriptors that were sent and not read, for all processes of the service's user, and sends
+none above the limit on open files. Those of a connection that the broker has closed count until the client
+reads or closes. So the broker has a lower limit of its own, and gives shares of each limit.
 """
 
 from __future__ import annotations
@@ -14,11 +18,15 @@ import array
 import asyncio
 import contextlib
 import errno
+import fcntl
 import functools
 import os
+import resource
 import socket
 import stat
 import struct
+import sys
+import termios
 import threading
 import time
 from collections import Counter
@@ -31,6 +39,8 @@ from google.protobuf.message import DecodeError
 
 from encoder_service.config import Settings
 from encoder_service.errors import ConfigurationError
+from encoder_service.ops.logs import SeldomLines
+from encoder_service.ops.shares import Holder, Shares
 from encoder_service.store.arena import Arena
 from vision_encoder.layout import LAYOUT_VERSION
 from vision_encoder.layout.frames import FrameError, FrameReader, encode_frame
@@ -45,7 +55,11 @@ DYING_S = 3.0
 """How long a killed process may take to end. Its sockets are in use until then."""
 POLL_S = 0.02
 TICK_S = 0.5
-"""Interval of the checks of tokens, and the pause after a client could not be accepted."""
+"""Interval of the checks of tokens and unread replies, and the pause after a client could not be accepted."""
+WAIT_S = 1.0
+"""How long an attach waits for others' descriptors to be read."""
+NUM_ATTACHED = 3
+"""Descriptors of one attach."""
 RECEIVE_BYTES = 16 * 1024
 
 _UCRED = struct.Struct("3i")  # pid, uid, gid
@@ -56,15 +70,31 @@ _KINDS = {"host": pb.ARENA_KIND_HOST, "device": pb.ARENA_KIND_DEVICE}
 class BrokerLimits:
     """The limits of one broker.
 
-    connections, connections_per_namespace: clients after their Hello. pending: clients before their Hello;
-    one more closes the oldest. hello_s: time from the connect to the complete Hello. attaches: attaches per
-    connection."""
+    connections: clients after their Hello. pending: clients before their Hello; one more of a user closes
+    that user's oldest. unread: attaches whose descriptors were sent and not read, one for each connection.
+    All three have shares, by user, namespace and process. hello_s: time from the connect to the complete
+    Hello. unread_s: how long a reply may stay unread. attaches: attaches per connection."""
 
-    connections: int = 512
-    connections_per_namespace: int = 256
+    connections: int = 640
     pending: int = 128
+    unread: int = 80
     hello_s: float = 5.0
+    unread_s: float = 10.0
     attaches: int = 64
+
+    @classmethod
+    def within(cls, num_descriptors: int) -> BrokerLimits:
+        """The limits of a process that may have this number of descriptors."""
+        return cls(
+            connections=max(1, min(cls.connections, num_descriptors // 4)),
+            pending=max(1, min(cls.pending, num_descriptors // 16)),
+            unread=max(2, min(cls.unread, num_descriptors // (8 * NUM_ATTACHED))),
+        )
+
+    @property
+    def num_descriptors(self) -> int:
+        """What the clients can make the broker hold. Ended clients count until they read."""
+        return self.connections + self.pending + self.unread
 
 
 @dataclass(frozen=True)
@@ -87,6 +117,7 @@ def broker_options(settings: Settings, instance_id: str) -> BrokerOptions:
         host_id(),
         mode=int(settings.broker_mode, 8),
         allowed_uids=frozenset(settings.broker_allowed_uids) or None,
+        limits=BrokerLimits.within(resource.getrlimit(resource.RLIMIT_NOFILE)[0]),
     )
 
 
@@ -109,7 +140,9 @@ class _Refused(Exception):
 
 @dataclass(eq=False)
 class _Client:
-    """One connection. namespace: None before its Hello. cause: of its end."""
+    """One connection. namespace: None before its Hello. counted: where it counts now. is_attaching: it was
+    sent descriptors that it has not read. unread_since_s: when the checks first saw an unread reply. cause:
+    of its end."""
 
     socket: socket.socket
     pid: int
@@ -117,9 +150,18 @@ class _Client:
     namespace: str | None = None
     token: str = field(default="", repr=False)
     name: str = ""
+    holder: Holder = ()
+    counted: Shares | None = None
     num_attaches: int = 0
+    is_attaching: bool = False
+    unread_since_s: float | None = None
     cause: str = "the broker stops"
     reader: FrameReader = field(default_factory=FrameReader)
+
+    def has_read_all(self) -> bool:
+        """Whether nothing that was sent waits in the socket."""
+        answer = fcntl.ioctl(self.socket, termios.TIOCOUTQ, bytes(4))
+        return not int.from_bytes(answer, sys.byteorder)
 
 
 @dataclass(frozen=True)
@@ -152,6 +194,12 @@ class Broker:
         self._opens = opens
         self._shared: dict[bytes, _SharedArena] = {}
         self._clients: dict[_Client, asyncio.Task[None]] = {}
+        self._ended: set[_Client] = set()
+        """Ended clients with unread descriptors."""
+        limits = options.limits
+        self._connected, self._pending = Shares(limits.connections), Shares(limits.pending)
+        self._unread = Shares(limits.unread)
+        self._seldom = SeldomLines()
         self._listener: ListeningSocket | None = None
         self._loop: asyncio.AbstractEventLoop  # these two from the start on
         self._main: asyncio.Task[None]
@@ -165,6 +213,7 @@ class Broker:
         if self._thread is not None:
             raise RuntimeError("a broker starts once")
         options = self.options
+        warn_of_folder(options.path)
         self._listener = ListeningSocket(options.path, mode=options.mode)
         try:
             for namespace, arena in self._arenas:
@@ -219,11 +268,13 @@ class Broker:
     async def _work(self, listener: socket.socket) -> None:
         async with asyncio.TaskGroup() as group:
             group.create_task(self._accept(listener))
-            group.create_task(self._check_tokens())
+            group.create_task(self._check_clients())
 
     def _close(self) -> None:
         if self._listener is not None:
             self._listener.close()
+        for client in self._ended:
+            client.socket.close()
         for shared in self._shared.values():
             for descriptor in shared.descriptors:
                 os.close(descriptor)
@@ -234,28 +285,58 @@ class Broker:
             try:
                 accepted, _ = await self._loop.sock_accept(listener)
             except OSError as error:  # the listener stays readable: a pause, to avoid a busy loop
-                log.error("no client can be accepted", cause=error.strerror, retried_in_s=TICK_S)
+                if (more := self._seldom.due(error.errno)) is not None:
+                    log.error("no client can be accepted", cause=error.strerror, retried_in_s=TICK_S, **more)
                 await asyncio.sleep(TICK_S)
                 continue
             peer = accepted.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
             pid, uid, _ = _UCRED.unpack(peer)
-            pending = [client for client in self._clients if client.namespace is None]
-            if len(pending) >= self.options.limits.pending:
-                self._end(pending[0], "crowded out before its Hello")
-            client = _Client(accepted, pid, uid)
+            client = _Client(accepted, pid, uid, holder=(f"uid {uid}",))
+            while not self._count(client, self._pending):
+                pending = [each for each in self._clients if each.namespace is None]
+                oldest = next((each for each in pending if each.uid == uid), pending[0])
+                self._end(oldest, "crowded out before its Hello")
             task = self._clients[client] = self._loop.create_task(self._serve(client))
             task.add_done_callback(functools.partial(self._close_client, client))
             await asyncio.sleep(0)  # data that has arrived is read before newer clients crowd this one out
 
-    async def _check_tokens(self) -> None:
+    def _count(self, client: _Client, shares: Shares | None) -> bool:
+        """Counts the client there and nowhere else. False if there is no room, and nothing changes."""
+        if shares is not None and not shares.take(client.holder):
+            return False
+        if client.counted is not None:
+            client.counted.give_back(client.holder[:1] if client.counted is self._pending else client.holder)
+        client.counted = shares
+        return True
+
+    async def _check_clients(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
+            self._note_reads()
+            now_s, unread_s = self._loop.time(), self.options.limits.unread_s
             for client in list(self._clients):
                 if client.namespace is not None and not self._opens(client.namespace, client.token):
                     self._end(client, "its token does not open the namespace any more")
+                elif client.has_read_all():
+                    client.unread_since_s = None
+                elif client.unread_since_s is None:
+                    client.unread_since_s = now_s
+                elif now_s - client.unread_since_s >= unread_s:
+                    self._end(client, f"it has not read a reply for {unread_s:g} s")
+
+    def _note_reads(self) -> None:
+        """Gives back the descriptors that clients have read, or whose clients have gone."""
+        for client in [*self._clients, *self._ended]:
+            if client.is_attaching and client.has_read_all():
+                self._unread.give_back(client.holder)
+                client.is_attaching = False
+                if client in self._ended:
+                    self._ended.remove(client)
+                    client.socket.close()
 
     def _end(self, client: _Client, cause: str) -> None:
         client.cause = cause
+        self._count(client, None)
         self._clients.pop(client).cancel()
 
     # -- one client ------------------------------------------------------------------------------------
@@ -269,9 +350,10 @@ class Broker:
                 while data := await self._loop.sock_recv(client.socket, RECEIVE_BYTES):
                     client.reader.feed(data)
                     while (payload := client.reader.next_payload()) is not None:
-                        self._answer(client, pb.BrokerRequest.FromString(payload))
+                        await self._answer(client, pb.BrokerRequest.FromString(payload))
                     if client.namespace is not None:
                         until_hello.reschedule(None)
+                    await asyncio.sleep(0)  # others are served while this one sends without a pause
             client.cause = "the client closed the connection"
         except TimeoutError:
             client.cause = f"no Hello within {hello_s:g} s"
@@ -283,8 +365,18 @@ class Broker:
 
     def _close_client(self, client: _Client, _: asyncio.Task[None]) -> None:
         self._clients.pop(client, None)
-        client.socket.close()
-        log.info("client left", client=client.name, pid=client.pid, uid=client.uid, cause=client.cause)
+        self._count(client, None)
+        if client.is_attaching:
+            with contextlib.suppress(OSError):  # the client is gone
+                client.socket.shutdown(socket.SHUT_RDWR)
+            self._ended.add(client)
+        else:
+            client.socket.close()
+        more = {} if client.namespace is not None else self._seldom.due(client.cause)
+        if more is not None:  # those without a Hello are many if somebody wants it
+            log.info(
+                "client left", client=client.name, pid=client.pid, uid=client.uid, cause=client.cause, **more
+            )
 
     def _check_uid(self, client: _Client) -> None:
         allowed = self.options.allowed_uids
@@ -293,7 +385,7 @@ class Broker:
             refusal = _Refused("UID_NOT_ALLOWED", f"user id {client.uid} may not connect, allowed: {names}")
             self._refuse(client, 0, refusal)
 
-    def _answer(self, client: _Client, request: pb.BrokerRequest) -> None:
+    async def _answer(self, client: _Client, request: pb.BrokerRequest) -> None:
         kind, request_id = request.WhichOneof("request"), request.request_id
         if request_id == 0:
             raise _ClientEnded("a request without an id")
@@ -306,7 +398,7 @@ class Broker:
                     welcome = self._hello(client, request.hello)
                     self._send(client, pb.BrokerReply(request_id=request_id, welcome=welcome))
                 case "attach":
-                    self._attach(client, request_id, request.attach)
+                    await self._attach(client, request_id, request.attach)
                 case "probe":
                     probe = self._find(client, request.probe.arena_id).probe
                     self._send(client, pb.BrokerReply(request_id=request_id, probe_slot=probe))
@@ -338,15 +430,19 @@ class Broker:
         if not self._opens(namespace, hello.token):
             # One answer for an unknown namespace and for a wrong token, so that names cannot be probed.
             raise _Refused("UNAUTHENTICATED", f"namespace {namespace!r}: the token does not open it")
-        here = [each.namespace for each in self._clients if each.namespace is not None]
-        limits = self.options.limits
-        for where, num_found, allowed in (
-            ("the broker", len(here), limits.connections),
-            (f"namespace {namespace!r}", here.count(namespace), limits.connections_per_namespace),
-        ):
-            if num_found >= allowed:
-                text = f"{where} has {num_found} connections, at most {allowed} are allowed"
-                raise _Refused("TOO_MANY_CONNECTIONS", text, retryable=True)
+        # Made-up namespaces, which need no token, share one part of what their user may take.
+        kind = "open" if self._opens(namespace, "") else "closed"
+        former = client.holder
+        client.holder = (*former, kind, f"namespace {namespace}", f"pid {client.pid}")
+        if not self._count(client, self._connected):
+            num_of_user, num_here = map(self._connected.held_by, (former, client.holder[:-1]))
+            text = (
+                f"the broker has {self._connected.num_used} connections, at most {self._connected.limit} are "
+                f"allowed; user id {client.uid} has {num_of_user} of them, {num_here} in namespace "
+                f"{namespace!r}, and the rest is for others"
+            )
+            client.holder = former
+            raise _Refused("TOO_MANY_CONNECTIONS", text, retryable=True)
         client.namespace, client.token, client.name = namespace, hello.token, hello.client_name
         log.info("client connected", client=client.name, namespace=namespace, pid=client.pid, uid=client.uid)
         return pb.BrokerWelcome(
@@ -357,7 +453,7 @@ class Broker:
             arenas=[shared.geometry for shared in self._shared.values() if self._sees(client, shared)],
         )
 
-    def _attach(self, client: _Client, request_id: int, attach: pb.BrokerAttach) -> None:
+    async def _attach(self, client: _Client, request_id: int, attach: pb.BrokerAttach) -> None:
         """Sends the arena's geometry and descriptors. Raises _Refused."""
         if attach.layout_version != LAYOUT_VERSION:
             raise _Refused(
@@ -368,12 +464,32 @@ class Broker:
         if client.num_attaches >= self.options.limits.attaches:
             raise _Refused("TOO_MANY_ATTACHES", f"at most {client.num_attaches} in one connection", True)
         client.num_attaches += 1
+        await self._begin_attach(client)
         reply = pb.BrokerReply(
             request_id=request_id,
             num_descriptors=len(shared.descriptors),
             attached=pb.BrokerAttached(geometry=shared.geometry),
         )
         self._send(client, reply, shared.descriptors)
+
+    async def _begin_attach(self, client: _Client) -> None:
+        """Waits until the client has read its attach before, and for room for another one. The check of
+        clients ends one that does not read. Raises _Refused if others read too little."""
+        waits_until_s = self._loop.time() + WAIT_S
+        while True:
+            self._note_reads()
+            if not client.is_attaching:
+                if self._unread.take(client.holder):
+                    client.is_attaching = True
+                    return
+                if self._loop.time() >= waits_until_s:
+                    raise _Refused(
+                        "TOO_MANY_ATTACHES",
+                        f"{self._unread.num_used} attaches wait for clients that do not read, at most "
+                        f"{self._unread.limit} may; one user, namespace or process has a share of them",
+                        retryable=True,
+                    )
+            await asyncio.sleep(POLL_S)
 
     def _find(self, client: _Client, arena_id: bytes) -> _SharedArena:
         shared = self._shared.get(arena_id)
@@ -409,11 +525,22 @@ class Broker:
         except BlockingIOError:
             num_sent = 0
         except OSError as error:
-            if error.errno == errno.ETOOMANYREFS:
-                raise _ClientEnded("too many descriptors wait in sockets that clients do not read") from error
+            if error.errno == errno.ETOOMANYREFS:  # of other processes of this user too
+                raise _Refused(
+                    "TOO_MANY_ATTACHES", "the kernel holds too many descriptors that were not read", True
+                ) from error
             raise _ClientEnded(f"nothing can be sent: {error.strerror}") from error
         if num_sent < len(data):
             raise _ClientEnded(f"it does not read: {num_sent} of a reply's {len(data)} bytes can be sent")
+
+
+def warn_of_folder(path: str) -> None:
+    """Who can write to the socket's folder can put a socket of their own in its place."""
+    folder = os.path.dirname(path)
+    with contextlib.suppress(OSError):
+        mode = os.stat(folder).st_mode
+        if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+            log.warning("every user can replace the broker's socket", folder=folder, mode=oct(mode & 0o7777))
 
 
 def share(namespace: str | None, arena: Arena) -> _SharedArena:

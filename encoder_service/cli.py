@@ -107,11 +107,11 @@ def serve(
     from encoder_service.app import serve as run
     from encoder_service.config import parse_settings
     from encoder_service.errors import StartupError
-    from encoder_service.ops.logs import configure_logs
+    from encoder_service.ops.logs import configure_logs, never_wait
 
     try:
         settings = parse_settings(**options)
-        configure_logs(settings.log_format, settings.log_level)
+        configure_logs(settings.log_format, settings.log_level, never_wait())
         code = asyncio.run(run(settings, announce))
     except StartupError as error:
         leave(EXIT_CANNOT_START, f"vision-encoder: cannot start: {error.message}")
@@ -121,7 +121,7 @@ def serve(
 
 
 def announce(service: Service) -> None:
-    """The one line on standard output that says the service takes work."""
+    """The one line on standard output that says the service takes work. Without a reader it is lost."""
     info = service.info()
     assert info is not None
     model = info.models[0]
@@ -140,7 +140,7 @@ def leave(code: int, message: str = "") -> NoReturn:
     from encoder_service.ops.logs import stop_logs
 
     stop_logs()
-    if message:  # not otherwise: a thread may hold standard error while it writes to a full pipe
+    if message:
         with contextlib.suppress(OSError):  # a closed pipe or a full disk
             print(message, file=sys.stderr, flush=True)
     os._exit(code)

@@ -34,15 +34,22 @@ class Authority:
         self.ca = folder / f"{name}.pem"
         self.ca.write_bytes(pem(self._sign(self._name, self._key, is_authority=True)))
 
-    def issue(self, name: str, host: str = "encoder.test") -> Files:
-        """A certificate for a host and for 127.0.0.1; overwrites the files of the same name."""
+    def issue(
+        self,
+        name: str,
+        host: str = "encoder.test",
+        valid_from: datetime.datetime | None = None,
+        valid_until: datetime.datetime | None = None,
+    ) -> Files:
+        """A certificate for a host and for 127.0.0.1; overwrites the files of the same name. Valid from
+        yesterday until tomorrow by default."""
         key = ec.generate_private_key(ec.SECP256R1())
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
         names = x509.SubjectAlternativeName(
             [x509.DNSName(host), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
         )
         files = Files(self._folder / f"{name}.pem", self._folder / f"{name}.key")
-        files.cert.write_bytes(pem(self._sign(subject, key, names)))
+        files.cert.write_bytes(pem(self._sign(subject, key, names, dates=(valid_from, valid_until))))
         files.key.write_bytes(
             key.private_bytes(
                 serialization.Encoding.PEM,
@@ -59,6 +66,7 @@ class Authority:
         names: x509.SubjectAlternativeName | None = None,
         *,
         is_authority: bool = False,
+        dates: tuple[datetime.datetime | None, datetime.datetime | None] = (None, None),
     ) -> x509.Certificate:
         now = datetime.datetime.now(datetime.UTC)
         builder = (
@@ -67,8 +75,8 @@ class Authority:
             .issuer_name(self._name)
             .public_key(key.public_key())
             .serial_number(x509.random_serial_number())
-            .not_valid_before(now - DAY)
-            .not_valid_after(now + DAY)
+            .not_valid_before(dates[0] or now - DAY)
+            .not_valid_after(dates[1] or now + DAY)
             .add_extension(x509.BasicConstraints(ca=is_authority, path_length=None), critical=True)
             .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
             .add_extension(

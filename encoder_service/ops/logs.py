@@ -4,21 +4,27 @@ Owns the format of the lines, the request id that joins the lines of one request
 them. The id is a context variable, so that it is in every line of the task that serves a call and of the
 tasks that this task starts. A caller that logs never waits for the reader of standard error: lines go through
 a bounded queue. A line that finds the queue full is lost and counted; one that cannot be written is lost.
+Warnings and errors that libraries log in Python become lines of ours. What they write past Python, as gRPC
+does, goes to descriptors that never wait (``never_wait``).
 """
 
 from __future__ import annotations
 
 import atexit
+import io
 import logging
+import os
 import queue
 import re
+import select
+import stat
 import sys
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Callable, Hashable, Iterable
 from itertools import count
 from logging.handlers import QueueHandler, QueueListener
-from typing import Literal, TextIO
+from typing import Any, Literal, TextIO
 
 import structlog
 
@@ -32,11 +38,15 @@ MAX_WAITING_LINES = 10_000
 # How long the process waits at its end for lines that are not written yet.
 FLUSH_S = 1.0
 FLUSH_POLL_S = 0.005
+# A line that a fault or a peer repeats is shown once in this time.
+REPEAT_S = 10.0
+MAX_KINDS = 1000
 
 # Ids for callers that gave none: a random part per process, then a counter. They are unique, not secret.
 _PROCESS_ID = uuid.uuid4().hex[:16]
 _numbers = count()
 _lines: LineQueue | None = None
+_library_lines: LibraryLines | None = None
 
 
 def request_id_of(metadata: Iterable[tuple[str, str | bytes]]) -> str:
@@ -84,13 +94,57 @@ class LineQueue(QueueHandler):
         return True
 
 
-def configure_logs(format: Literal["text", "json"], level: str) -> None:  # noqa: A002
-    """Sets up structlog for the process. level: debug, info, warning or error."""
+class SeldomLines:
+    """Which of many equal lines are shown: one in REPEAT_S. Thread-safe, but for the count of those left
+    out."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._shown: dict[Hashable, tuple[float, int]] = {}
+
+    def due(self, kind: Hashable) -> dict[str, int] | None:
+        """None for a line that is left out. Otherwise what the line adds: how many were left out before."""
+        now_s = self._clock()
+        shown_s, num_left_out = self._shown.get(kind, (-REPEAT_S, 0))
+        if now_s - shown_s < REPEAT_S:
+            self._shown[kind] = shown_s, num_left_out + 1
+            return None
+        if len(self._shown) >= MAX_KINDS:
+            self._shown.clear()
+        self._shown[kind] = now_s, 0
+        return {"num_left_out": num_left_out} if num_left_out else {}
+
+
+class LibraryLines(logging.Handler):
+    """Makes lines of ours of what libraries log, so that they are written by the queue's thread only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seldom = SeldomLines()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = record.getMessage()
+        # Texts made of the same words; warnings of Python have no words of their own.
+        words = text if record.msg == "%s" else str(record.msg)
+        error = record.exc_info[0] if record.exc_info else None
+        more = self._seldom.due((record.name, record.levelno, words, error))
+        if more is not None:
+            log.log(record.levelno, text, logger=record.name, exc_info=record.exc_info, **more)
+
+
+def configure_logs(
+    format: Literal["text", "json"],  # noqa: A002
+    level: str,
+    stream: TextIO | None = None,
+) -> None:
+    """Sets up structlog, and the logs of libraries, for the process. level: debug, info, warning or error.
+    stream: where lines go, by default standard error."""
+    stream = stream or sys.stderr or open(os.devnull, "w")  # noqa: SIM115 - closed at the start
     renderer: structlog.typing.Processor = (
         structlog.processors.JSONRenderer()
         if format == "json"
         else structlog.dev.ConsoleRenderer(
-            colors=sys.stderr.isatty(),
+            colors=stream.isatty(),
             # The default prints the local variables of every frame, which include a caller's image bytes.
             exception_formatter=structlog.dev.plain_traceback,
         )
@@ -102,10 +156,13 @@ def configure_logs(format: Literal["text", "json"], level: str) -> None:  # noqa
     ]
     if format == "json":
         processors.append(structlog.processors.format_exc_info)
-    global _lines
+    global _lines, _library_lines
     stop_logs()
     logging.raiseExceptions = False  # a line that cannot be written causes no second one
-    _lines = LineQueue(sys.stderr)
+    _lines = LineQueue(stream)
+    _library_lines = LibraryLines()
+    logging.getLogger().addHandler(_library_lines)
+    logging.captureWarnings(True)
     lines = logging.Logger("encoder_service.lines")  # outside the hierarchy of the process's other loggers
     lines.addHandler(_lines)
     structlog.configure(
@@ -119,7 +176,70 @@ def configure_logs(format: Literal["text", "json"], level: str) -> None:  # noqa
 @atexit.register
 def stop_logs() -> None:
     """Waits for queued lines, at most FLUSH_S."""
-    global _lines
+    global _lines, _library_lines
+    if _library_lines is not None:
+        logging.captureWarnings(False)
+        logging.getLogger().removeHandler(_library_lines)
+        _library_lines = None
     if _lines is not None:
         _lines.flush_within(FLUSH_S)
         _lines = None
+
+
+# -- descriptors that never wait -------------------------------------------------------------------------
+
+
+class _LosingFile(io.FileIO):
+    """What cannot be written now is lost."""
+
+    def write(self, data: Any) -> int:
+        num_written = super().write(data)
+        return len(data) if num_written is None else num_written
+
+
+class _WaitingFile(io.FileIO):
+    """Waits until something can be written, also where the descriptor itself does not."""
+
+    def write(self, data: Any) -> int:
+        while (num_written := super().write(data)) is None:
+            poll = select.poll()
+            poll.register(self.fileno(), select.POLLOUT)
+            poll.poll()
+        return num_written
+
+
+def never_wait() -> TextIO | None:
+    """Standard output and error of this process, in Python and for libraries that write past it, lose from
+    now on what no reader takes. Returns a stream on standard error that does wait, for ``configure_logs``.
+    A process that crashes writes its last words directly: no thread is needed to pass them on."""
+    waiting = None
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        try:
+            descriptor = stream.fileno()
+            is_file = stat.S_ISREG(os.fstat(descriptor).st_mode)
+        except (AttributeError, OSError, ValueError):
+            continue  # closed, or a test's own
+        if is_file:
+            continue  # no reader, so nothing to wait for
+        if name == "stderr":
+            waiting = _text(_WaitingFile(os.dup(descriptor), "w"), stream)
+        _stop_waiting(descriptor)
+        setattr(sys, name, _text(_LosingFile(descriptor, "w", closefd=False), stream))
+    return waiting
+
+
+def _text(file: io.FileIO, like: TextIO) -> TextIO:
+    return io.TextIOWrapper(io.BufferedWriter(file), like.encoding, "backslashreplace", line_buffering=True)
+
+
+def _stop_waiting(descriptor: int) -> None:
+    """Only for this process: whether a write waits belongs to an open file, which other processes share. So
+    the descriptor gets an open file of its own, where that is possible: not for a socket."""
+    try:
+        own = os.open(f"/proc/self/fd/{descriptor}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
+    except OSError:
+        os.set_blocking(descriptor, False)
+    else:
+        os.dup2(own, descriptor)
+        os.close(own)

@@ -3,14 +3,18 @@ connections."""
 
 from __future__ import annotations
 
+import contextlib
 import ssl
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import structlog
+
 from encoder_service.errors import ConfigurationError
 from encoder_service.ops.reloaded import Reloaded
+
+log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -24,18 +28,30 @@ class Certificates:
     context: ssl.SSLContext
 
 
-def certificate_files(
-    cert: Path, key: Path, client_ca: Path | None = None, *, clock: Callable[[], float] = time.monotonic
-) -> Reloaded[Certificates]:
+def certificate_files(cert: Path, key: Path, client_ca: Path | None = None) -> Reloaded[Certificates]:
     """The current certificates. Raises ConfigurationError for files that cannot be read or do not belong
-    together."""
+    together. Logs a certificate that is not valid today."""
 
     def parse(chain: bytes, private_key: bytes, authority: bytes | None = None) -> Certificates:
         if authority is not None:
             check_authority(authority)
-        return Certificates(chain, private_key, authority, load_context(cert, key))
+        context = load_context(cert, key)
+        warn_of_dates(cert)
+        return Certificates(chain, private_key, authority, context)
 
-    return Reloaded([cert, key] if client_ca is None else [cert, key, client_ca], parse, clock)
+    return Reloaded([cert, key] if client_ca is None else [cert, key, client_ca], parse)
+
+
+def warn_of_dates(cert: Path) -> None:
+    """Clients refuse a certificate outside its dates; the service that presents it sees no error."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        # The standard library's only reader of a certificate that no peer has sent.
+        fields = ssl._ssl._test_decode_cert(str(cert))  # type: ignore[attr-defined]
+        valid_from, valid_until = fields["notBefore"], fields["notAfter"]
+        if ssl.cert_time_to_seconds(valid_until) < time.time():
+            log.warning("the certificate has expired", file=str(cert), expired_at=valid_until)
+        elif ssl.cert_time_to_seconds(valid_from) > time.time():
+            log.warning("the certificate is not valid yet", file=str(cert), valid_from=valid_from)
 
 
 def server_context(files: Reloaded[Certificates], cert: Path, key: Path) -> ssl.SSLContext:

@@ -266,7 +266,7 @@ def test_values_that_contradict_each_other_are_refused_by_name(values: Object, m
 
 def test_secrets_are_made_of_their_values(tmp_path: Path) -> None:
     tls = {"enabled": True, "certificate": "-----BEGIN\nA\n", "key": "K\n", "ca": "C\n"}
-    objects = render({"tls": tls, "tokens": {"enabled": True, "file": "a=1234\nb=5678\n", "admin": "9"}})
+    objects = render({"tls": tls, "tokens": {"enabled": True, "file": "a=1234\nb=5678", "admin": "9"}})
     assert named(objects, "Secret", f"{NAME}-tls")["stringData"] == {
         "tls.crt": "-----BEGIN\nA\n",
         "tls.key": "K\n",

@@ -91,7 +91,7 @@ def running(model: Path, device: torch.device, **settings: object) -> Iterator[R
 def tokens_file(folder: Path, *lines: str) -> Path:
     """lines: namespace=token."""
     file = folder / "tokens"
-    file.write_text("\n".join(lines))
+    file.write_text("".join(f"{line}\n" for line in lines))
     return file
 
 

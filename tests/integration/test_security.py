@@ -7,6 +7,7 @@ import secrets
 import shutil
 import ssl
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,6 +34,8 @@ from tests.certificates import Authority
 from tests.integration.conftest import RunningService, running, tokens_file
 from tests.integration.images import photo
 from tests.ports import free_port
+from tests.unit.transport.broker_rig import RawClient, hello, socket_folder
+from tests.waiting import wait_until
 from vision_encoder.v1 import encoder_pb2 as pb
 from vision_encoder.v1 import encoder_pb2_grpc
 
@@ -41,9 +44,9 @@ pytestmark = pytest.mark.without_device
 
 @pytest.fixture
 def prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files are read again at every handshake and call."""
+    """The client reads its files again at every call, the service all the time."""
     monkeypatch.setattr(channel, "RECHECK_S", 0.0)
-    monkeypatch.setattr(reloaded, "RECHECK_S", 0.0)
+    monkeypatch.setattr(reloaded, "RECHECK_S", 0.02)
 
 
 @contextmanager
@@ -61,6 +64,13 @@ def encodes(target: str, tls: ClientTls | None) -> None:
     options = {"grpc.use_local_subchannel_pool": 1}
     with VisionEncoderClient(target, tls=tls, timeout_s=20, options=options) as client:
         assert client.encode_one(ImageItem(photo(40, 40))).num_rows > 0
+
+
+def is_encoded(target: str, tls: ClientTls) -> bool:
+    with contextlib.suppress(EncoderUnavailable):
+        encodes(target, tls)
+        return True
+    return False
 
 
 def test_tls_on_tcp_clear_on_unix(checkpoints: dict[str, Path], device: torch.device, tmp_path: Path) -> None:
@@ -93,7 +103,7 @@ def test_rotated_files_serve_new_connections_and_old_ones_go_on(
             shutil.copy(renewed.cert, tmp_path / "a" / "encoder.pem")
             encodes(found.target, ClientTls(ca=first.ca))  # half a rotation changes nothing
             shutil.copy(renewed.key, tmp_path / "a" / "encoder.key")
-            encodes(found.target, ClientTls(ca=second.ca))
+            wait_until(lambda: is_encoded(found.target, ClientTls(ca=second.ca)))
             with pytest.raises(EncoderUnavailable):
                 encodes(found.target, ClientTls(ca=first.ca))
             assert old.encode_one(ImageItem(photo(40, 40))).num_rows > 0
@@ -229,8 +239,48 @@ def test_p18_tokens_of_namespaces(
                     assert token not in str(caught.value)
         renewed = secrets.token_urlsafe()
         tokens_file(tmp_path, f"a={token}", f"b={renewed}")
-        assert answer("b", renewed) is grpc.StatusCode.OK
+        wait_until(lambda: answer("b", renewed) is grpc.StatusCode.OK)
         assert answer("b", other) is grpc.StatusCode.UNAUTHENTICATED
+
+
+def test_p68_no_state_of_the_tokens_file_opens_a_namespace(
+    checkpoints: dict[str, Path], device: torch.device, tmp_path: Path, prompt: None
+) -> None:
+    """Over gRPC, and at the broker for an isolated namespace."""
+    token = secrets.token_urlsafe()
+    file = tokens_file(tmp_path, f"alone={token}", "other=x")
+    image = photo(40, 40)
+    request = pb.EncodeRequest(items=[pb.Item(modality=pb.MODALITY_IMAGE, encoded=image)], namespace="alone")
+    with socket_folder() as folder:
+        given = {
+            "tokens_file": file, "broker_path": str(folder / "s"), "arena_bytes": 1 << 20,
+            "isolated_namespaces": f"alone={1 << 20}",
+        }  # fmt: skip
+        with running(checkpoints["qwen3_vl"], device, **given) as found:
+
+            def answer(bearer: str) -> grpc.StatusCode:
+                metadata = [("authorization", f"Bearer {bearer}")] if bearer else []
+                return status_of(found.target, request, *metadata)
+
+            def is_handed_out(bearer: str) -> bool:
+                with RawClient(str(folder / "s"), greet=False) as client:
+                    reply = client.ask(hello=hello(namespace="alone", token=bearer))
+                    return reply.HasField("welcome")
+
+            for text in ("", "# alone\n", f"other=x\nalone={token[:20]}"):
+                file.write_text(text)
+                time.sleep(0.2)
+                for bearer in ("", token[:20]):
+                    assert answer(bearer) is grpc.StatusCode.UNAUTHENTICATED
+                    assert not is_handed_out(bearer)
+                assert answer(token) is grpc.StatusCode.OK
+                assert is_handed_out(token)
+            file.write_text("other=x\n")
+            wait_until(lambda: answer(token) is grpc.StatusCode.UNAUTHENTICATED)
+            for bearer in ("", token):
+                assert answer(bearer) is grpc.StatusCode.UNAUTHENTICATED
+                assert not is_handed_out(bearer)
+            assert answer("x") is grpc.StatusCode.PERMISSION_DENIED
 
 
 def test_closed_namespaces_leave_health_and_reflection_open(

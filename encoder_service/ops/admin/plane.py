@@ -35,6 +35,7 @@ from encoder_service.ops.admin.app import Readiness, create_admin_app
 from encoder_service.ops.admin.gauges import register_broker, register_gauges
 from encoder_service.ops.admin.playground import Playground
 from encoder_service.ops.admin.saturation import Saturation
+from encoder_service.ops.descriptors import Listener
 from encoder_service.ops.metrics import Metrics
 from encoder_service.ops.tls import certificate_files, server_context
 from encoder_service.pipeline import Pipeline
@@ -171,7 +172,7 @@ def bind_tcp(address: str) -> socket.socket:
     host, _, port = address.rpartition(":")
     host = host.strip("[]")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    bound = socket.socket(family, socket.SOCK_STREAM)
+    bound = Listener(family, socket.SOCK_STREAM)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind((host, int(port)))

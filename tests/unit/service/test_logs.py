@@ -3,17 +3,32 @@
 from __future__ import annotations
 
 import io
+import json
 import logging
 import os
 import re
+import signal
+import socket
+import subprocess
 import sys
 import threading
+import warnings
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import structlog
 
-from encoder_service.ops.logs import LineQueue, configure_logs, request_id_of, stop_logs
+from encoder_service.ops.logs import (
+    MAX_KINDS,
+    REPEAT_S,
+    LibraryLines,
+    LineQueue,
+    SeldomLines,
+    configure_logs,
+    request_id_of,
+    stop_logs,
+)
 
 LIMIT_S = 20.0
 
@@ -115,3 +130,110 @@ def test_a_pipe_that_is_not_read_costs_lines_and_no_time(monkeypatch: pytest.Mon
         assert lines.flush_within(LIMIT_S)
     reader.join()
     os.close(read)
+
+
+# -- what libraries write ----------------------------------------------------------------------------------
+
+
+def test_p72_lines_of_libraries_become_lines_of_ours(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logs("json", "info")
+    structlog.configure(cache_logger_on_first_use=False)
+    try:
+        for _ in range(100):
+            logging.getLogger("uvicorn.error").warning("Invalid HTTP request received.")
+        logging.getLogger("uvicorn.access").info("not shown")
+        try:
+            raise OSError("full")
+        except OSError:
+            logging.getLogger("asyncio").exception("failed at %d", 3)
+        with warnings.catch_warnings():
+            warnings.simplefilter("always")
+            warnings.warn("an old name", DeprecationWarning, stacklevel=1)
+            warnings.warn("another old name", DeprecationWarning, stacklevel=1)
+    finally:
+        stop_logs()
+        structlog.reset_defaults()
+    found = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    assert [(line["level"], line["logger"]) for line in found] == [
+        ("warning", "uvicorn.error"), ("error", "asyncio"), ("warning", "py.warnings"),
+        ("warning", "py.warnings"),
+    ]  # fmt: skip
+    assert found[1]["event"] == "failed at 3"
+    assert "OSError: full" in found[1]["exception"]
+    assert LibraryLines not in map(type, logging.getLogger().handlers)
+
+
+def test_p71_a_repeated_line_is_counted_and_shown_again_later() -> None:
+    now = [0.0]
+    lines = SeldomLines(lambda: now[0])
+    assert lines.due("a") == lines.due("b") == {}
+    assert [lines.due("a") for _ in range(5)] == [None] * 5
+    now[0] += REPEAT_S
+    assert lines.due("a") == {"num_left_out": 5}
+    for number in range(5000):
+        lines.due(number)
+    assert len(lines._shown) <= MAX_KINDS
+
+
+# Writes far more than a pipe, a socket or a terminal holds, in Python, past it, and by the logs' own thread.
+UNREAD = """
+import os, sys, threading
+from encoder_service.ops.logs import never_wait
+stream = never_wait()
+assert stream is not None
+for name in ("stdout", "stderr"):
+    file = getattr(sys, name)
+    for _ in range(200):
+        print("x" * 16_000, file=file, flush=True)
+        try:
+            os.write(file.fileno(), b"y" * 16_000)
+        except BlockingIOError:
+            pass
+waiting = threading.Thread(target=lambda: print("z" * 4_000_000, file=stream, flush=True), daemon=True)
+waiting.start()
+waiting.join(0.2)
+assert waiting.is_alive(), "lines of the log wait for their reader"
+os._exit(7)
+"""
+
+
+@pytest.mark.parametrize("kind", ["pipe", "socket", "terminal"])
+def test_p72_output_that_nobody_reads_makes_nobody_wait(kind: str) -> None:
+    if kind == "socket":
+        reads, writes = (end.detach() for end in socket.socketpair())
+    else:
+        reads, writes = os.pipe() if kind == "pipe" else os.openpty()
+    try:
+        ended = subprocess.run([sys.executable, "-c", UNREAD], stdout=writes, stderr=writes, timeout=60)
+        assert ended.returncode == 7
+        assert kind == "socket" or os.get_blocking(writes), "of this process's own"
+    finally:
+        os.close(reads)
+        os.close(writes)
+
+
+CRASH = """
+import ctypes, faulthandler, sys
+from encoder_service.ops.logs import never_wait
+never_wait()
+faulthandler.enable()
+print("from Python", file=sys.stderr)
+ctypes.CDLL(None).perror(b"from C")
+ctypes.string_at(0)
+"""
+
+
+def test_p72_the_last_words_of_a_process_are_written() -> None:
+    ended = subprocess.run([sys.executable, "-c", CRASH], capture_output=True, timeout=60)
+    assert ended.returncode == -signal.SIGSEGV
+    for words in (b"from Python", b"from C", b"Segmentation fault"):
+        assert words in ended.stderr
+
+
+def test_output_in_a_file_or_closed_is_left_as_it_is(tmp_path: Path) -> None:
+    code = "from encoder_service.ops.logs import never_wait; assert never_wait() is None; print('said')"
+    with (tmp_path / "file").open("a") as file:
+        subprocess.run([sys.executable, "-c", code], stdout=file, stderr=file, timeout=60, check=True)
+    assert (tmp_path / "file").read_text() == "said\n"
+    closed = f'exec "$0" -c "{code}" 1>&- 2>&-'
+    subprocess.run(["bash", "-c", closed, sys.executable], timeout=60, check=True)

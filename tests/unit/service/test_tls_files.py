@@ -2,34 +2,43 @@
 
 from __future__ import annotations
 
+import datetime
 import shutil
+import ssl
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from encoder_service.errors import ConfigurationError
-from encoder_service.ops.tls import certificate_files
-from tests.certificates import Authority
+from encoder_service.ops.reloaded import Reloaded
+from encoder_service.ops.tls import Certificates, certificate_files
+from tests.certificates import DAY, Authority
+
+
+def look(files: Reloaded[Certificates]) -> None:
+    """What the thread does in a second."""
+    files.check()
+    files.check()
 
 
 def test_files_are_followed_and_half_a_rotation_is_not(tmp_path: Path) -> None:
-    now = [0.0]
     authority = Authority(tmp_path)
     used, other = authority.issue("used"), authority.issue("other")
-    files = certificate_files(used.cert, used.key, authority.ca, clock=lambda: now[0])
+    files = certificate_files(used.cert, used.key, authority.ca)
     first = files.current()
     assert first.chain == used.cert.read_bytes()
     assert first.client_ca
     shutil.copy(other.cert, used.cert)
     assert files.current() is first
-    now[0] += 2
+    look(files)
     assert files.current() is first  # its key is not there yet
     shutil.copy(other.key, used.key)
-    now[0] += 2
+    look(files)
     second = files.current()
     assert (second.chain, second.key) == (other.cert.read_bytes(), other.key.read_bytes())
     used.cert.unlink()
-    now[0] += 2
+    look(files)
     assert files.current() is second
 
 
@@ -43,3 +52,24 @@ def test_what_is_no_certificate_is_refused_at_once(tmp_path: Path) -> None:
     (tmp_path / "junk").write_text("junk")
     with pytest.raises(ConfigurationError, match="authority is no certificate"):
         certificate_files(one.cert, one.key, tmp_path / "junk")
+
+
+def test_p68_a_certificate_outside_its_dates_is_warned_of(tmp_path: Path) -> None:
+    now = datetime.datetime.now(datetime.UTC)
+    authority = Authority(tmp_path)
+    expired = authority.issue("expired", valid_until=now - DAY / 2)
+    good = authority.issue("good")
+    with capture_logs() as logs:
+        files = certificate_files(expired.cert, expired.key)
+        shutil.copy(good.cert, expired.cert)
+        shutil.copy(good.key, expired.key)
+        look(files)
+        early = authority.issue("expired", valid_from=now + DAY / 2)
+        assert early == expired
+        look(files)
+    said = [entry for entry in logs if entry["log_level"] == "warning"]
+    assert [entry["event"] for entry in said] == [
+        "the certificate has expired",
+        "the certificate is not valid yet",
+    ]
+    assert ssl.cert_time_to_seconds(said[0]["expired_at"]) == int((now - DAY / 2).timestamp())

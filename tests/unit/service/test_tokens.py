@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import gc
+import hmac
 import os
 import secrets
+import tempfile
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from structlog.testing import capture_logs
 
 from encoder_service.config import parse_settings
 from encoder_service.errors import ConfigurationError, PermissionDenied, Unauthenticated
+from encoder_service.ops import reloaded
 from encoder_service.ops.reloaded import MAX_FILE_BYTES, read
 from encoder_service.ops.tokens import NamespaceTokens
 from encoder_service.rpc.auth import bearer_token, check_caller, check_namespace
 from encoder_service.rpc.server import is_reachable, open_tokens
+from tests.waiting import wait_until
 
 
 def metadata(*values: object) -> tuple[tuple[str, object], ...]:
@@ -78,10 +89,15 @@ def test_bearer_tokens_are_read_strictly() -> None:
         bearer_token(metadata("Bearer " + "a" * 5000))  # type: ignore[arg-type]
 
 
+def look(tokens: NamespaceTokens, times: int = 2) -> None:
+    """What the thread does in a second."""
+    for _ in range(times):
+        tokens._table.check()
+
+
 def test_the_file_is_read_again_when_it_changes(file: Path, tmp_path: Path) -> None:
-    now = [0.0]
     file.write_text("# comment\n\na=one\na=two\n =of-the-default\n")
-    tokens = NamespaceTokens(file, clock=lambda: now[0])
+    tokens = NamespaceTokens(file)
     assert tokens.opens("a", "one")
     assert tokens.opens("a", "two")
     assert tokens.opens("", "of-the-default")
@@ -89,40 +105,234 @@ def test_the_file_is_read_again_when_it_changes(file: Path, tmp_path: Path) -> N
     replaced = tmp_path / "new"
     replaced.write_text("a=three\n")
     os.replace(replaced, file)
-    assert tokens.opens("a", "one")  # not looked at yet
-    now[0] += 1.5
+    look(tokens, 1)
+    assert tokens.opens("a", "one")  # it could be half a file
+    look(tokens, 1)
     assert tokens.opens("a", "three")
     assert not tokens.opens("a", "one")
     assert tokens.names() == {"a"}
-    file.write_text("no equals sign here\n")
-    now[0] += 1.5
-    assert tokens.opens("a", "three")  # a file that is wrong changes nothing
-    file.unlink()
-    now[0] += 1.5
-    assert tokens.opens("a", "three")
+    assert not tokens.opens("", "")
+    assert not tokens.opens("", "of-the-default")
+
+
+def test_the_thread_reads_the_file_and_ends_with_the_tokens(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reloaded, "RECHECK_S", 0.01)
+    before = set(threading.enumerate())
+    file.write_text("a=one\n")
+    kept = [NamespaceTokens(file)]
+    (thread,) = set(threading.enumerate()) - before
+    file.write_text("a=two\n")
+    wait_until(lambda: kept[0].opens("a", "two"))
+    kept.clear()
+    wait_until(lambda: bool(gc.collect()) or not thread.is_alive())
+
+
+BROKEN: dict[str, Callable[[Path], object]] = {
+    "truncated": lambda file: file.write_bytes(b""),
+    "empty lines": lambda file: file.write_bytes(b"\n \n"),
+    "a comment": lambda file: file.write_bytes(b"# a=one\n"),
+    "garbage": lambda file: file.write_bytes(bytes(range(256)) * 20 + b"\n"),
+    "text": lambda file: file.write_text("no equals sign here\n"),
+    "zeros before it": lambda file: file.write_bytes(bytes(64) + b"a=one\n"),
+    "half a line": lambda file: file.write_text("other=x\na=on"),
+    "half a name": lambda file: file.write_text("other=x\na"),
+    "without its last newline": lambda file: file.write_text("a=o"),
+    "5 MiB": lambda file: file.write_bytes(b"b=x\n" * (5 << 18)),
+    "missing": lambda file: file.unlink(),
+    "a folder": lambda file: (file.unlink(), file.mkdir()),
+    "a FIFO": lambda file: (file.unlink(), os.mkfifo(file)),
+    "a loop of links": lambda file: (file.unlink(), file.symlink_to(file)),
+    "a device": lambda file: (file.unlink(), file.symlink_to("/dev/zero")),
+}
+
+
+@pytest.mark.parametrize("state", BROKEN)
+def test_p68_a_file_that_is_not_usable_changes_nothing(file: Path, state: str) -> None:
+    file.write_text("a=one\n")
+    tokens = NamespaceTokens(file)
+    BROKEN[state](file)
+    with capture_logs() as logs:
+        look(tokens, 6)
+    assert [(entry["event"], entry["log_level"]) for entry in logs] == [
+        ("files are not usable, the former contents stay", "warning")
+    ]
+    assert "one" not in str(logs)
+    assert tokens.opens("a", "one")
+    for token in ("", "o", "on", "x"):
+        assert not tokens.opens("a", token)
+
+
+def test_p68_a_namespace_that_loses_its_tokens_stays_closed(file: Path) -> None:
+    file.write_text("a=one\nb=two\nb=three\n")
+    tokens = NamespaceTokens(file)
+    file.write_text("b=three\n")
+    with capture_logs() as logs:
+        look(tokens)
+    assert [entry["namespaces"] for entry in logs if "namespaces" in entry] == [["a"]]
+    for token in ("", "one", "three"):
+        assert not tokens.opens("a", token)
+    assert [tokens.opens("b", token) for token in ("two", "three")] == [False, True]
+    file.write_text("c=four\n")
+    look(tokens)
+    file.write_text("a=five\n")
+    look(tokens)
+    assert tokens.opens("a", "five")
+    for namespace in ("b", "c"):
+        assert not tokens.opens(namespace, "")
+    assert tokens.opens("never had one", "")
+
+
+@settings(max_examples=20)
+@given(
+    lines=st.lists(
+        st.tuples(st.sampled_from("abc"), st.text("wxyz", min_size=1, max_size=6)), min_size=1, max_size=5
+    ),
+    removed=st.sets(st.integers(0, 4)),
+    settles=st.booleans(),
+)
+def test_p68_no_cut_of_the_file_opens_anything(
+    lines: list[tuple[str, str]], removed: set[int], settles: bool
+) -> None:
+    """Cut at each byte, and without any of its lines."""
+    whole = [f"{name}={token}\n" for name, token in lines]
+    valid = set(lines)
+    text = "".join(whole)
+    fewer = "".join(line for number, line in enumerate(whole) if number not in removed)
+    # What could pass for a token: each beginning of each.
+    offered = {token[:length] for _, token in lines for length in range(7)}
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "tokens"
+        file.write_text(text)
+        tokens = NamespaceTokens(file)
+        for states in ([text[:length] for length in range(len(text) + 1)], [fewer]):
+            for state in states:
+                file.write_text(state)
+                look(tokens, 2 if settles else 1)
+                for name in {name for name, _ in lines}:
+                    assert all((name, token) in valid for token in offered if tokens.opens(name, token)), (
+                        state
+                    )
+
+
+def test_p68_a_file_rewritten_in_place_lets_nobody_in_and_nobody_out(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reloaded, "RECHECK_S", 0.1)
+    text = "other=x\na=one\n"
+    file.write_text(text)
+    tokens = NamespaceTokens(file)
+    stops = threading.Event()
+
+    def rewrite() -> None:
+        while not stops.is_set():
+            with file.open("w") as opened:
+                time.sleep(0.01)
+                opened.write(text[:11])
+                opened.flush()
+                time.sleep(0.01)
+                opened.write(text[11:])
+            time.sleep(0.02)
+
+    thread = threading.Thread(target=rewrite)
+    thread.start()
+    try:
+        ends_s = time.monotonic() + 1.0
+        while time.monotonic() < ends_s:
+            assert tokens.opens("a", "one")
+            assert not tokens.opens("a", "")
+            assert not tokens.opens("a", "o")
+            time.sleep(0.001)
+    finally:
+        stops.set()
+        thread.join()
+
+
+def test_p68_a_volume_that_hangs_delays_no_call(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file.write_text("a=one\n")
+    monkeypatch.setattr(reloaded, "RECHECK_S", 0.01)
+    tokens = NamespaceTokens(file)
+    reads, goes_on = threading.Event(), threading.Event()
+
+    def hang(_: Path) -> bytes:
+        reads.set()
+        goes_on.wait(60)
+        return b"a=two\n"
+
+    monkeypatch.setattr(reloaded, "read", hang)
+    try:
+        assert reads.wait(60)
+        assert tokens.opens("a", "one")
+        assert not tokens.opens("a", "")
+    finally:
+        goes_on.set()
+    wait_until(lambda: tokens.opens("a", "two"))
+
+
+def test_p68_an_isolated_namespace_is_never_open(file: Path, tmp_path: Path) -> None:
+    file.write_text("alone=x\nother=y\n")
+    tokens = open_tokens(
+        parse_settings(
+            model=tmp_path, broker_path="/b", isolated_namespaces="alone=1048576", tokens_file=file
+        )
+    )
+    file.write_text("other=y\n")
+    look(tokens)
+    for token in ("", "x", "y"):
+        assert not tokens.opens("alone", token)
+
+
+@pytest.mark.parametrize("open_namespaces", [True, False])
+def test_every_answer_costs_the_same_operations(
+    file: Path, open_namespaces: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file.write_text("a=one\na=two\na=three\nb=four\n")
+    tokens = NamespaceTokens(file, open_namespaces=open_namespaces)
+    digested: list[bytes] = []
+    real = hmac.digest
+
+    def digest(key: bytes, message: bytes, kind: str) -> bytes:
+        digested.append(message)
+        return real(key, message, kind)
+
+    monkeypatch.setattr(hmac, "digest", digest)
+    monkeypatch.setattr(hmac, "compare_digest", None)
+    for namespace in ("a", "b", "unknown"):
+        for token in ("one", "two", "wrong", ""):
+            tokens.opens(namespace, token)
+    assert digested == [b"one", b"two", b"wrong", b""] * 3
 
 
 def test_the_error_of_a_wrong_file_repeats_no_token(file: Path, tmp_path: Path) -> None:
-    for text in ("a=ok\nhush-hush\n", "a=\n", "a=ok\n=\n"):
+    for text in ("a=ok\nhush-hush\n", "a=\n", "a=ok\n=\n", "a=ok\nb=hush", "a=hush"):
         file.write_text(text)
         with pytest.raises(ConfigurationError, match=r"line [12]") as caught:
             NamespaceTokens(file)
         assert "hush" not in str(caught.value)
+    with pytest.raises(ConfigurationError, match="end the file with a newline"):
+        NamespaceTokens(file)
     with pytest.raises(ConfigurationError, match="No such file"):
         NamespaceTokens(tmp_path / "none")
+    file.write_text("# none yet\n")
+    with pytest.raises(ConfigurationError, match="has no tokens"):
+        NamespaceTokens(file)
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(ConfigurationError, match="fifo is not a regular file"):
+        NamespaceTokens(tmp_path / "fifo")
 
 
 def test_tokens_that_open_nothing_are_refused(file: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="all calls would fail"):
         open_tokens(parse_settings(model=tmp_path, open_namespaces=False))
     file.write_text("other=x\n")
-    settings = parse_settings(
+    given_settings = parse_settings(
         model=tmp_path, broker_path="/b", isolated_namespaces="alone=1048576", tokens_file=file
     )
     with pytest.raises(ConfigurationError, match="need a token: alone"):
-        open_tokens(settings)
+        open_tokens(given_settings)
     file.write_text("alone=x\n")
-    open_tokens(settings)
+    open_tokens(given_settings)
 
 
 def test_which_addresses_other_hosts_reach() -> None:

@@ -100,6 +100,9 @@ class RawClient:
         message = pb.BrokerRequest(request_id=self._request_id, **request)  # type: ignore[arg-type]
         return encode_frame(message.SerializeToString())
 
+    def attach_frame(self, arena_id: bytes, layout_version: int = LAYOUT_VERSION) -> bytes:
+        return self.frame(attach=pb.BrokerAttach(arena_id=arena_id, layout_version=layout_version))
+
     def ask(self, **request: object) -> pb.BrokerReply:
         self.socket.sendall(self.frame(**request))
         reply = self.reply()

@@ -9,7 +9,10 @@ import os
 import socket
 import stat
 import struct
+import subprocess
+import sys
 import threading
+from asyncio.selector_events import BaseSelectorEventLoop
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -209,19 +212,59 @@ def test_long_names_are_refused_with_both_numbers() -> None:
 # -- bad clients -----------------------------------------------------------------------------------------
 
 
-def test_p17_connections_are_bounded_in_all_and_by_namespace() -> None:
-    limits = BrokerLimits(connections=3, connections_per_namespace=2)
-    with running_broker(limits=limits) as broker, contextlib.ExitStack() as stack:
+@contextlib.contextmanager
+def users(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """The user id and process id that the kernel reports of those who connect from now on."""
+    found = [1000, 1]
+    real = broker_module._UCRED
+
+    class Credentials:
+        size = real.size
+
+        def unpack(self, _: bytes) -> tuple[int, int, int]:
+            return found[1], found[0], 0
+
+    with monkeypatch.context() as patched:
+        patched.setattr(broker_module, "_UCRED", Credentials())
+        yield found
+
+
+def test_p69_connections_are_bounded_and_shared_by_user_namespace_and_process(
+    arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (
+        running_broker(
+            (None, arena),
+            limits=BrokerLimits(connections=64),
+            opens=lambda namespace, token: namespace != "closed" or token == "right",
+        ) as broker,
+        users(monkeypatch) as user,
+        contextlib.ExitStack() as stack,
+    ):
         path = broker.options.path
-        first = stack.enter_context(RawClient(path, namespace="a"))
-        stack.enter_context(RawClient(path, namespace="a"))
-        found = refused(path, hello(namespace="a"))
-        assert (found.reason, found.retryable) == ("TOO_MANY_CONNECTIONS", True)
-        stack.enter_context(RawClient(path, namespace="b"))
-        assert "the broker has 3 connections, at most 3" in refused(path, hello(namespace="c")).message
-        first.socket.close()
-        wait_until(lambda: broker.num_connections == 2)
-        stack.enter_context(RawClient(path, namespace="c"))
+
+        def fill(namespace: Callable[[int], str]) -> int:
+            for number in range(200):
+                with RawClient(path, greet=False) as client:
+                    reply = client.ask(hello=hello(namespace=namespace(number)))
+                    if reply.HasField("welcome"):
+                        stack.enter_context(contextlib.closing(socket.socket(fileno=client.socket.detach())))
+                        continue
+                    assert (reply.refused.reason, reply.refused.retryable) == ("TOO_MANY_CONNECTIONS", True)
+                    assert "at most 64" in reply.refused.message
+                    assert "user id 1000 has" in reply.refused.message
+                    return number
+            pytest.fail("no limit")
+
+        in_one = fill(lambda _: "a")
+        assert in_one < 64 / 2
+        user[1] = 2
+        stack.enter_context(RawClient(path, namespace="a"))  # another process
+        fill(lambda number: f"made up {number}")
+        stack.enter_context(RawClient(path, namespace="closed", token="right"))
+        user[0] = 1001
+        with RawClient(path, namespace="a") as other:
+            assert other.attach(arena.arena_id).HasField("attached")
 
 
 def test_p17_clients_without_a_hello_do_not_keep_others_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,7 +345,7 @@ def test_a_defect_in_one_request_ends_that_connection_only(
             assert other.attach(arena.arena_id).HasField("attached")
 
 
-def test_without_descriptors_accepting_pauses_and_goes_on(
+def test_p71_without_descriptors_accepting_pauses_with_one_line(
     arena: Arena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(broker_module, "TICK_S", 0.05)
@@ -310,7 +353,7 @@ def test_without_descriptors_accepting_pauses_and_goes_on(
 
     def failing(listener: socket.socket) -> object:
         failures[0] += 1
-        if failures[0] < 3:
+        if failures[0] < 4:
             raise OSError(24, "Too many open files")
         return accept(listener)
 
@@ -322,7 +365,128 @@ def test_without_descriptors_accepting_pauses_and_goes_on(
     ):
         assert client.attach(arena.arena_id).HasField("attached")
     said = [entry for entry in logs if "accept" in entry["event"]]
-    assert [entry["cause"] for entry in said] == ["Too many open files"] * 2
+    assert [entry["cause"] for entry in said] == ["Too many open files"]
+
+
+# -- clients that do not read ------------------------------------------------------------------------------
+
+
+UNREAD_ATTACHES = """
+import contextlib, os, resource, time
+from encoder_service.broker import BrokerLimits
+from tests.unit.transport.broker_rig import RawClient, running_broker, small_arena
+if os.getuid() == 0:
+    os.setresuid(65534, 65534, 65534)
+resource.setrlimit(resource.RLIMIT_NOFILE, (192, 192))
+limits = BrokerLimits.within(192)
+with small_arena() as arena, running_broker((None, arena), limits=limits) as broker:
+    with contextlib.ExitStack() as stack:
+        path = broker.options.path
+        for number in range(8):
+            bad = stack.enter_context(RawClient(path, namespace=f"bad {number % 2}"))
+            bad.socket.sendall(b"".join(bad.attach_frame(arena.arena_id) for _ in range(60)))
+        time.sleep(0.3)
+        for _ in range(5):
+            with RawClient(path, namespace="good") as good:
+                assert good.attach(arena.arena_id).HasField("attached")
+print("attached")
+"""
+
+
+def test_p69_attaches_that_are_not_read_keep_no_other_client_out() -> None:
+    """In a process that the kernel's limit holds for: it counts descriptors of all processes of a user, and
+    not for the capabilities that tests may have."""
+    root = Path(__file__).parents[3]
+    ended = subprocess.run(
+        [sys.executable, "-c", UNREAD_ATTACHES],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(root), str(root / "proto")])},
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert ended.stdout.endswith("attached\n"), ended.stderr
+
+
+def test_p69_a_pipelined_attach_waits_for_its_reader(arena: Arena) -> None:
+    with running_broker((None, arena)) as broker, RawClient(broker.options.path) as client:
+        client.socket.sendall(b"".join(client.attach_frame(arena.arena_id) for _ in range(5)))
+        for _ in range(5):
+            reply = client.reply()
+            assert reply is not None
+            assert reply.HasField("attached")
+        assert len(client.descriptors) == 15
+
+
+@pytest.mark.parametrize("kind", ["attach", "probe"])
+def test_p69_a_client_that_does_not_read_is_ended_in_time(
+    arena: Arena, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it was sent counts until it reads it or closes, also when its connection has ended."""
+    monkeypatch.setattr(broker_module, "TICK_S", 0.02)
+    limits = BrokerLimits(unread_s=0.1)
+    before = num_descriptors()
+    with running_broker((None, arena), limits=limits) as broker, RawClient(broker.options.path) as idle:
+        with RawClient(broker.options.path) as client:
+            probe = client.frame(probe=pb.BrokerProbe(arena_id=arena.arena_id))
+            client.socket.sendall(client.attach_frame(arena.arena_id) if kind == "attach" else probe)
+            wait_until(lambda: broker.num_connections == 1)
+            assert broker._unread.num_used == (kind == "attach")
+            if kind == "attach":
+                assert client.reply() is not None
+                assert client.reply() is None
+        wait_until(lambda: broker._unread.num_used == 0)
+        wait_until(lambda: not broker._ended)
+        assert idle.attach(arena.arena_id).HasField("attached"), "idle is not unread"
+    assert num_descriptors() == before
+
+
+def test_p69_a_client_that_sends_without_a_pause_delays_nobody(
+    arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its next bytes are always there, and it always reads."""
+    receive, send = BaseSelectorEventLoop.sock_recv, Broker._send
+    frame = encode_frame(pb.BrokerRequest(request_id=1).SerializeToString())
+    flooding = list[socket.socket]()
+
+    async def receive_at_once(loop: BaseSelectorEventLoop, client: socket.socket, size: int) -> bytes:
+        return frame if client in flooding else await receive(loop, client, size)
+
+    def send_or_lose(broker: Broker, client: broker_module._Client, *given: object) -> None:
+        if client.socket not in flooding:
+            send(broker, client, *given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(BaseSelectorEventLoop, "sock_recv", receive_at_once)
+    monkeypatch.setattr(Broker, "_send", send_or_lose)
+    with running_broker((None, arena)) as broker, RawClient(broker.options.path) as bad:
+        flooding.append(next(iter(broker._clients)).socket)
+        try:
+            bad.socket.sendall(frame)
+            for _ in range(3):
+                with RawClient(broker.options.path) as good:
+                    assert good.attach(arena.arena_id).HasField("attached")
+        finally:
+            flooding.clear()
+
+
+def test_p69_a_user_without_a_hello_crowds_out_its_own_connections_only(
+    arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (
+        running_broker((None, arena), limits=BrokerLimits(pending=8)) as broker,
+        users(monkeypatch) as user,
+        contextlib.ExitStack() as stack,
+    ):
+        other = stack.enter_context(RawClient(broker.options.path, greet=False))
+        wait_until(lambda: len(broker._clients) == 1)
+        user[0] = 1001
+        flood = [stack.enter_context(RawClient(broker.options.path, greet=False)) for _ in range(40)]
+        assert flood[0].ended()
+        assert other.ask(hello=hello()).HasField("welcome")
+
+
+def test_p71_the_limits_fit_into_the_process_descriptors() -> None:
+    usual = BrokerLimits()
+    assert BrokerLimits.within(1 << 20) == usual
+    for num_descriptors_allowed in (64, 256, 1024):
+        assert BrokerLimits.within(num_descriptors_allowed).num_descriptors < num_descriptors_allowed / 2
 
 
 # -- frames ----------------------------------------------------------------------------------------------
@@ -439,6 +603,16 @@ def test_a_close_does_not_remove_a_successors_socket(folder: Path) -> None:
     assert second.is_in_place()
     second.close()
     second.close()
+
+
+@pytest.mark.parametrize(("mode", "is_said"), [(0o777, True), (0o1777, False), (0o775, False)])
+def test_p69_a_folder_that_everybody_can_write_to_is_warned_of(
+    folder: Path, mode: int, is_said: bool
+) -> None:
+    os.chmod(folder, mode)
+    with capture_logs() as logs, running_broker(path=str(folder / "s")):
+        pass
+    assert [str(folder) in entry.get("folder", "") for entry in logs].count(True) == is_said
 
 
 def test_a_folder_that_is_not_there_is_named() -> None:

@@ -1,0 +1,118 @@
+"""Descriptors: the limit at start, and listening without any left."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from structlog.testing import capture_logs
+
+from encoder_service.app import within_descriptors
+from encoder_service.config import Settings, parse_settings
+from encoder_service.ops.descriptors import Listener
+
+
+@pytest.mark.parametrize(("limits", "expected"), [("-Sn 100", "hard"), ("-n 300", "300")])
+def test_p71_the_soft_limit_is_raised_to_the_hard_one(limits: str, expected: str) -> None:
+    code = "from encoder_service.ops.descriptors import raise_limit as r; import resource as m; "
+    code += "print(r(), m.getrlimit(m.RLIMIT_NOFILE)[0])"
+    ended = subprocess.run(
+        ["bash", "-c", f'ulimit {limits}; exec "$0" -c "{code}"', sys.executable],
+        capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    most = 1 << 20
+    wanted = str(most if hard == resource.RLIM_INFINITY else min(hard, most))
+    assert ended.stdout.split() == [wanted if expected == "hard" else expected] * 2
+
+
+def test_p71_connections_fit_into_the_descriptors(tmp_path: Path) -> None:
+    def fitted(limit: int, **given: object) -> tuple[Settings, list[str]]:
+        settings = parse_settings(model=tmp_path, listen="127.0.0.1:0,unix:/a", **given)
+        with capture_logs() as logs:
+            found = within_descriptors(settings, limit)
+        return found, [f"{entry['needed']} {entry['limit']}" for entry in logs]
+
+    assert fitted(1 << 20)[1] == []
+    assert fitted(1 << 20)[0].max_connections == 1024
+    found, said = fitted(1024)
+    assert found.max_connections == (1024 - 256) // 3
+    assert said == [f"{256 + 3 * 1024} 1024"]
+    everything = {
+        "broker_path": "/b", "url_allow": "a.test", "serve_sglang": "127.0.0.1:0",
+        "serve_tokenspeed": "127.0.0.1:0",
+    }  # fmt: skip
+    assert fitted(8192, **everything)[0].max_connections < 1024
+    assert fitted(64, **everything)[0].max_connections == 2
+
+
+def test_p71_accepting_without_descriptors_is_one_failure_and_a_pause(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """asyncio goes on as often as its backlog is long, with a line and a timer for each."""
+    accept, num_calls = socket.socket.accept, [0]
+
+    def failing(listener: socket.socket) -> object:
+        num_calls[0] += 1
+        if num_calls[0] < 3:
+            raise OSError(24, "Too many open files")
+        return accept(listener)
+
+    async def serve() -> list[str]:
+        failures: list[str] = []
+        asyncio.get_running_loop().set_exception_handler(
+            lambda _, context: failures.append(context["message"])
+        )
+        listener = Listener(socket.AF_INET, socket.SOCK_STREAM)
+        listener.bind(("127.0.0.1", 0))
+        async with asyncio.timeout(30):
+            server = await asyncio.start_server(lambda _, writer: writer.close(), sock=listener, backlog=2048)
+            async with server:
+                reader, writer = await asyncio.open_connection(*listener.getsockname())
+                assert await reader.read() == b""
+                writer.close()
+        return failures
+
+    monkeypatch.setattr(socket.socket, "accept", failing)
+    monkeypatch.setattr("asyncio.constants.ACCEPT_RETRY_DELAY", 0.6)
+    assert asyncio.run(serve()) == ["socket.accept() out of system resource"] * 2
+
+
+def test_p71_connections_above_a_limit_are_closed_before_all_that_wait_are_accepted() -> None:
+    """So that those that are to be closed need few descriptors."""
+    most, num_open = [0], [0]
+
+    class Refusing(asyncio.Protocol):
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            transport.close()
+
+        def connection_lost(self, _: Exception | None) -> None:
+            num_open[0] -= 1
+
+    class Counting(Listener):
+        def accept(self) -> tuple[socket.socket, object]:
+            accepted = super().accept()
+            num_open[0] += 1
+            most[0] = max(most[0], num_open[0])
+            return accepted
+
+    async def serve() -> None:
+        listener = Counting(socket.AF_INET, socket.SOCK_STREAM)
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(2048)
+        clients = [socket.create_connection(listener.getsockname(), timeout=20) for _ in range(300)]
+        async with asyncio.timeout(30):
+            server = await asyncio.get_running_loop().create_server(Refusing, sock=listener, backlog=2048)
+            async with server:
+                for client in clients:
+                    client.setblocking(False)
+                    assert await asyncio.get_running_loop().sock_recv(client, 1) == b""
+                    client.close()
+
+    asyncio.run(serve())
+    assert 0 < most[0] < 100
