@@ -70,7 +70,10 @@ class ImageFile:
     @classmethod
     def of_pixels(cls, pixels: Any) -> ImageFile:
         """Of a Pillow image, or a uint8 array or tensor, [height, width, channels] or [channels, height,
-        width] with 1, 3 or 4 channels. Raises ValueError."""
+        width] with 1, 3 or 4 channels. Raises ValueError.
+
+        Pixels are taken as they lie in memory, as by the engines' own processors: an orientation that a Pillow
+        image still carries turns nothing. Of an animation, the current frame is taken."""
         from PIL import Image
 
         if not isinstance(pixels, Image.Image):
@@ -84,11 +87,37 @@ class ImageFile:
                 )
             pixels = Image.fromarray(array[..., 0] if array.shape[-1] == 1 else array)
         out = io.BytesIO()
-        if pixels.mode not in ("1", "L", "LA", "P", "RGB", "RGBA", "I;16"):
-            pixels = pixels.convert("RGB")
-        # Stored, not compressed: it is read once, on the same host or the next.
-        pixels.save(out, "PNG", compress_level=0)
+        try:
+            # Stored, not compressed: it is read once, on the same host or the next.
+            _bare(pixels).save(out, "PNG", compress_level=0)
+        except Exception as error:  # Pillow decodes only now, and raises whatever a broken file makes it raise
+            raise ValueError(f"Failed to load image: {error}") from error
         return cls.read(out.getvalue())
+
+
+def _bare(image: Any) -> Any:
+    """The pixels and the alpha of a Pillow image, in a mode that PNG has, without the metadata of its source.
+    Pillow would write a colour profile, and a transparent colour even if it is of another mode; such a colour
+    counts as none."""
+    image.load()  # before that a source may state another mode and transparency
+    if image.mode == "La":
+        image = image.convert("LA")
+    if image.mode in ("LA", "RGBA"):
+        mode = image.mode
+    elif image.has_transparency_data:
+        mode = "RGBA"
+    else:
+        mode = image.mode if image.mode in ("1", "L", "RGB", "I;16") else "RGB"
+    try:
+        bare = image.convert(mode)
+    except (TypeError, ValueError):
+        if "transparency" not in image.info:
+            raise
+        image = image.copy()
+        del image.info["transparency"]
+        return _bare(image)
+    bare.info = {}
+    return bare
 
 
 def _orientation(image: Any) -> object:
