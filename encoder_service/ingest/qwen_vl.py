@@ -118,8 +118,8 @@ def _check_aspect(height: int, width: int, what: str) -> None:
 
 
 def _check_pair(options: PreprocessOptions, low: str, high: str) -> None:
-    """Raises InvalidOption if a request's lower limit is above its upper one. One of them alone may contradict
-    the checkpoint's other: the reference then compares with the upper limit first, as the code here does."""
+    """Raises InvalidOption if a request's lower limit is above its upper one. One alone may contradict the
+    checkpoint's other: the upper limit is compared first, as in the reference."""
     least, most = getattr(options, low), getattr(options, high)
     if least is not None and most is not None and least > most:
         raise InvalidOption(

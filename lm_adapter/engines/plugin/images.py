@@ -72,8 +72,8 @@ class ImageFile:
         """Of a Pillow image, or a uint8 array or tensor, [height, width, channels] or [channels, height,
         width] with 1, 3 or 4 channels. Raises ValueError.
 
-        Pixels are taken as they lie in memory, as by the engines' own processors: an orientation that a Pillow
-        image still carries turns nothing. Of an animation, the current frame is taken."""
+        Pixels are taken as they lie in memory, as by the engines' own processors: an orientation that a
+        Pillow image still carries turns nothing. Of an animation, the current frame is taken."""
         from PIL import Image
 
         if not isinstance(pixels, Image.Image):
@@ -90,7 +90,9 @@ class ImageFile:
         try:
             # Stored, not compressed: it is read once, on the same host or the next.
             _bare(pixels).save(out, "PNG", compress_level=0)
-        except Exception as error:  # Pillow decodes only now, and raises whatever a broken file makes it raise
+        except (
+            Exception
+        ) as error:  # Pillow decodes only now, and raises whatever a broken file makes it raise
             raise ValueError(f"Failed to load image: {error}") from error
         return cls.read(out.getvalue())
 

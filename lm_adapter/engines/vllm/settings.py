@@ -1,7 +1,7 @@
 """The plugin's settings in vLLM: ``ec_connector_extra_config`` of ``--ec-transfer-config``.
 
-Owns which engines use the plugin, the setting that only vLLM has, and what ``mm_processor_kwargs`` ask of the
-encoder.
+Owns which engines use the plugin, the setting that only vLLM has, and which sizes ``mm_processor_kwargs``
+ask for.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def is_marked(mm_config: Any) -> bool:
 
 
 def given_sizes(options: Mapping[str, Any]) -> dict[str, int]:
-    """``min_pixels`` and ``max_pixels`` of a scope of ``mm_processor_kwargs``, without those that it leaves to
-    the checkpoint: two that are given may not contradict each other, one alone may. As in vLLM a number of
+    """``min_pixels`` and ``max_pixels`` of a scope of ``mm_processor_kwargs``, without those that it leaves
+    to the checkpoint: two that are given may not contradict each other, one alone may. As in vLLM a number of
     pixels comes before the edge of ``size`` that stands for it."""
     size = options.get("size") or {}
     edges = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
