@@ -17,6 +17,11 @@ from vision_encoder.layout.png import png_without_pixels
 ORIENTATION, TIFF_WIDTH, TIFF_LENGTH = 0x0112, 0x0100, 0x0101
 TURNED = (5, 6, 7, 8)
 """EXIF orientations that exchange width and height."""
+TURNS: dict[object, str] = {
+    2: "FLIP_LEFT_RIGHT", 3: "ROTATE_180", 4: "FLIP_TOP_BOTTOM", 5: "TRANSPOSE", 6: "ROTATE_270",
+    7: "TRANSVERSE", 8: "ROTATE_90",
+}  # fmt: skip
+"""Pillow's names of what turns an image of an EXIF orientation upright."""
 FORMATS = (
     "JPEG", "MPO", "PNG", "WEBP", "GIF", "BMP", "DIB", "TIFF", "PPM", "AVIF",
     "JPEG2000", "QOI", "PCX", "SGI", "TGA",
@@ -72,8 +77,8 @@ class ImageFile:
         """Of a Pillow image, or a uint8 array or tensor, [height, width, channels] or [channels, height,
         width] with 1, 3 or 4 channels. Raises ValueError.
 
-        Pixels are taken as they lie in memory, as by the engines' own processors: an orientation that a
-        Pillow image still carries turns nothing. Of an animation, the current frame is taken."""
+        A Pillow image that still has an EXIF orientation is turned by it, as the encoder turns its file and
+        vLLM such an image; SGLang turns neither. Of an animation, the current frame is taken."""
         from PIL import Image
 
         if not isinstance(pixels, Image.Image):
@@ -90,34 +95,35 @@ class ImageFile:
         try:
             # Stored, not compressed: it is read once, on the same host or the next.
             _bare(pixels).save(out, "PNG", compress_level=0)
-        except (
-            Exception
-        ) as error:  # Pillow decodes only now, and raises whatever a broken file makes it raise
+        except Exception as error:  # Pillow decodes only now, and raises whatever broken bytes make it raise
             raise ValueError(f"Failed to load image: {error}") from error
         return cls.read(out.getvalue())
 
 
 def _bare(image: Any) -> Any:
-    """The pixels and the alpha of a Pillow image, in a mode that PNG has, without the metadata of its source.
-    Pillow would write a colour profile, and a transparent colour even if it is of another mode; such a colour
-    counts as none."""
-    image.load()  # before that a source may state another mode and transparency
+    """The upright pixels and the alpha of a Pillow image, in a mode that PNG has, without the metadata of its
+    source. Pillow would write a colour profile, and a transparent colour even if it is of another mode; such
+    a colour counts as none."""
+    from PIL import Image
+
+    image.load()  # before that a source may state another mode, transparency and orientation
+    turn = TURNS.get(_orientation(image))
+    if turn is not None:
+        image = image.transpose(getattr(Image.Transpose, turn))
     if image.mode == "La":
         image = image.convert("LA")
-    if image.mode in ("LA", "RGBA"):
-        mode = image.mode
-    elif image.has_transparency_data:
-        mode = "RGBA"
+    has_alpha = image.has_transparency_data
+    if image.mode in ("LA", "RGBA") or (image.mode in ("1", "L", "RGB", "I;16") and not has_alpha):
+        bare = image.copy()
     else:
-        mode = image.mode if image.mode in ("1", "L", "RGB", "I;16") else "RGB"
-    try:
-        bare = image.convert(mode)
-    except (TypeError, ValueError):
-        if "transparency" not in image.info:
-            raise
-        image = image.copy()
-        del image.info["transparency"]
-        return _bare(image)
+        try:
+            bare = image.convert("RGBA" if has_alpha else "RGB")
+        except (TypeError, ValueError):
+            image = image.copy()
+            if "transparency" not in image.info:
+                raise
+            del image.info["transparency"]
+            bare = image.convert("RGBA" if image.has_transparency_data else "RGB")
     bare.info = {}
     return bare
 

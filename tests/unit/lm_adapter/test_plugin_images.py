@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import random
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from PIL import Image, PngImagePlugin
+from PIL import Image, ImageOps, PngImagePlugin
 
 from encoder_service.errors import UndecodableImage
 from encoder_service.ingest.decode import ALLOWED_FORMATS, DecodeLimits, decode_rgb, read_size
@@ -157,7 +158,7 @@ INFO = st.fixed_dictionaries(
     optional={
         "transparency": TRANSPARENCY,
         "icc_profile": st.binary(max_size=99) | st.just(GENERATOR.bytes(1_400_000)) | st.none(),
-        "exif": st.just(b"Exif\0\0" + file_exif(6)) | st.binary(max_size=30),
+        "exif": st.integers(0, 9).map(file_exif) | st.binary(max_size=30),
         "xmp": st.binary(max_size=30),
         "XML:com.adobe.xmp": st.text(max_size=30),
         "comment": st.binary(max_size=30) | st.text(max_size=30),
@@ -185,8 +186,11 @@ def in_memory(mode: str, seed: int) -> Image.Image:
 
 
 def composited(image: Image.Image) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """On white, by Pillow. A transparent colour of another mode counts as none."""
+    """Upright and on white, by Pillow. A transparent colour of another mode counts as none."""
+    with contextlib.suppress(Exception):  # EXIF that cannot be read
+        image = ImageOps.exif_transpose(image)
     image = image.convert("LA") if image.mode == "La" else image
+    image.info.pop("exif", None)
     try:
         above = image.convert("RGBA" if image.has_transparency_data else "RGB").convert("RGBA")
     except (TypeError, ValueError):
@@ -201,7 +205,7 @@ def test_p57_a_file_of_pixels_has_pixels_and_alpha_and_nothing_else(
     mode: str, seed: int, info: dict[str, Any]
 ) -> None:
     image = in_memory(mode, seed)
-    bare = ImageFile.of_pixels(image) if "transparency" not in info else None
+    bare = None if {"transparency", "exif"} & set(info) else ImageFile.of_pixels(image)
     image.info.update(info)
     found = ImageFile.of_pixels(image)
     assert image.info == info or str(image.info) == str(info)  # of the caller; NaN differs from itself
@@ -231,11 +235,20 @@ def test_p57_of_an_animation_the_current_frame_is_taken(name: str, mode: str) ->
         assert not {b"acTL", b"fcTL", b"tEXt"} & set(chunks(found.data))
 
 
-def test_p57_pixels_are_taken_as_they_lie() -> None:
-    """The engines' own processors turn no image that is in memory."""
-    with Image.open(io.BytesIO(file_of("JPEG", orientation=6))) as image:
-        assert ImageFile.of_pixels(image).size == image.size == (37, 23)
-    assert ImageFile.read(file_of("JPEG", orientation=6)).size == (23, 37)
+@pytest.mark.parametrize("name", ["PNG", "WEBP", "TIFF"])
+@pytest.mark.parametrize("orientation", range(9))
+def test_p57_an_opened_image_is_turned_as_its_file_is(name: str, orientation: int) -> None:
+    """Pillow itself turns a TIFF when it loads it."""
+    out = io.BytesIO()
+    exif = {"exif": file_exif(orientation)} if orientation else {}
+    more = {"lossless": True} if name == "WEBP" else {}
+    Image.fromarray(pixels_of(5, 7, 3)).save(out, name, **exif, **more)
+    of_file = ImageFile.read(out.getvalue())
+    with Image.open(out) as image:
+        of_pixels = ImageFile.of_pixels(image)
+    assert of_pixels.size == of_file.size == ((5, 7) if orientation in TURNED else (7, 5))
+    found, expected = (decode_rgb(one.data, LIMITS).numpy() for one in (of_pixels, of_file))
+    assert np.array_equal(found, expected)
 
 
 def test_p33_an_image_whose_file_is_cut_is_a_value_error() -> None:
