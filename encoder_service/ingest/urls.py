@@ -191,7 +191,11 @@ class Lookups:
 
 async def resolve_by_system(host: str, port: int) -> Sequence[str]:
     """All addresses of the host, in the system's order. Raises OSError."""
-    found = await on_own_thread(socket.getaddrinfo, host, port, 0, socket.SOCK_STREAM)
+
+    def look_up() -> Sequence[tuple[Any, ...]]:
+        return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+
+    found = await on_own_thread(look_up)
     return list(dict.fromkeys(str(entry[4][0]) for entry in found))
 
 

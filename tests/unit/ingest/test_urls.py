@@ -731,7 +731,7 @@ async def test_p51_a_waiting_look_up_of_a_full_share_delays_no_other_holder(
 async def test_p51_no_end_waits_for_a_name_server(monkeypatch: pytest.MonkeyPatch) -> None:
     asked, answered = threading.Event(), threading.Event()
 
-    def hang(*_: object) -> None:
+    def hang(*_: object, **__: object) -> None:
         asked.set()
         answered.wait(60)
         raise OSError("no such name")
@@ -740,7 +740,7 @@ async def test_p51_no_end_waits_for_a_name_server(monkeypatch: pytest.MonkeyPatc
     async with fetching(80, resolve=None) as fetcher:
         task = asyncio.ensure_future(fetcher.fetch("http://images.test/"))
         assert await asyncio.to_thread(asked.wait, 5)
-        assert any(thread.name == "service-hang" and thread.daemon for thread in threading.enumerate())
+        assert any(thread.name == "service-look_up" and thread.daemon for thread in threading.enumerate())
     answered.set()
     with pytest.raises((UrlUnreachable, asyncio.CancelledError)):
         await task
