@@ -24,6 +24,7 @@ from PIL import Image, ImageOps
 from processes import ServiceProcess
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "proto")]
@@ -36,7 +37,7 @@ PHOTOS = ROOT / "tests" / "data" / "photos"
 STAGES = ("identify_ms", "admit_ms", "decode_ms", "resize_ms", "queue_ms", "tower_ms", "store_ms", "total_ms")
 NEW_TOKENS = 12
 MAX_LOGIT_ERROR = 2e-5
-console = Console(width=140)
+console = Console(width=140, markup=False, emoji=False)  # paths are no markup
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ def main() -> int:
     summary.add_row("language model on our rows", " ".join(map(str, ours)))
     summary.add_row("full model on pixels", " ".join(map(str, theirs)))
     summary.add_row("relative error of the logits", f"{error:.1e} (at most {MAX_LOGIT_ERROR:.0e})")
-    summary.add_row("same tokens", "[green]yes[/green]" if same else "[red]NO[/red]")
+    summary.add_row("same tokens", Text("yes", "green") if same else Text("NO", "red"))
     summary.add_row("picture", str(written))
     summary.add_row("took", f"{time.monotonic() - started:.1f} s")
     console.print(summary)

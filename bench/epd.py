@@ -429,7 +429,7 @@ def main() -> None:
     result["complete"] = True
     result["summary"] = summary(result["records"])
     file.write()
-    console = Console(width=160)
+    console = Console(width=160, markup=False, emoji=False)
     console.print(table_of(result))
     console.print(f"written to {file.path}")
 

@@ -339,7 +339,8 @@ class TimedRun:
         result, beside its records."""
         self.bench = bench
         self.arguments = arguments
-        self.console = Console(width=None if sys.stdout.isatty() else 140)
+        # Reasons and paths are no markup.
+        self.console = Console(width=None if sys.stdout.isatty() else 140, markup=False, emoji=False)
         self.begun_s = time.perf_counter()
         given = {name: value for name, value in vars(arguments).items() if name not in NO_SETTINGS}
         self.result: dict[str, Any] = {

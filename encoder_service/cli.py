@@ -13,6 +13,7 @@ import enum
 import os
 import sys
 import traceback
+from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
@@ -21,7 +22,7 @@ import typer
 
 if TYPE_CHECKING:
     from encoder_service.app import Service
-    from lm_adapter import ClientTls, EncodedRows, VisionEncoderClient
+    from lm_adapter import ClientTls, ClipItem, EncodedRows, EncoderError, ImageItem, VisionEncoderClient
 
 __all__ = ["announce", "app", "main"]
 
@@ -29,8 +30,9 @@ EXIT_FAILED = 1
 EXIT_CANNOT_START = 2
 DEFAULT_SERVER = "127.0.0.1:50051"
 SERVICE = "vision_encoder.v1.VisionEncoder"
-# Files that are clips by their suffix. A GIF or WebP is an image unless --clip is given.
-CLIP_SUFFIXES = frozenset({".mp4", ".m4v", ".mov", ".webm", ".mkv"})
+# How a clip's file begins: Matroska and WebM; boxes of MP4 and MOV, of which one names what follows.
+EBML, FIRST_BOXES = b"\x1aE\xdf\xa3", frozenset((b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip"))
+STILL_BRANDS = frozenset((b"avif", b"avis", b"mif1", b"msf1", b"heic", b"heix", b"heim", b"heis"))
 ROWS_FORMAT = "vision_encoder.rows.v1"
 
 app = typer.Typer(
@@ -47,9 +49,22 @@ def main() -> None:
     app()
 
 
+def plain(text: str) -> str:
+    """The text on one line of any terminal: what it would interpret, or cannot show, is escaped. File names
+    and a server's words may hold line breaks, escape codes, and bytes that are no text."""
+    shown = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
+    encoding = sys.stdout.encoding or "utf-8"
+    return shown.encode(encoding, "backslashreplace").decode(encoding)
+
+
+def complain(message: str) -> None:
+    """One line on standard error."""
+    print(f"vision-encoder: {plain(message)}", file=sys.stderr)
+
+
 def fail(message: str, code: int = EXIT_FAILED) -> NoReturn:
     """One line on standard error, then the exit code."""
-    print(f"vision-encoder: {message}", file=sys.stderr)
+    complain(message)
     raise typer.Exit(code)
 
 
@@ -218,7 +233,7 @@ class Connection:
 
 @app.command()
 def encode(
-    images: Annotated[list[Path], typer.Argument(help="Image files, and clips: .mp4, .mov, .webm, .mkv.")],
+    images: Annotated[list[Path], typer.Argument(help="Image files, and clips: MP4, MOV, WebM, Matroska.")],
     server: ServerOption = DEFAULT_SERVER,
     tls: TlsOption = False,
     ca: CaOption = None,
@@ -238,64 +253,105 @@ def encode(
     timeout_s: Annotated[float, typer.Option(help="Seconds for the whole call.")] = 300.0,
 ) -> None:
     """Encodes image files and clips and shows what came back; exits with 1 when any failed."""
-    from rich.console import Console
-    from rich.table import Table
-
-    from lm_adapter import ClipItem, EncodedRows, EncoderError, ImageItem, PreprocessOptions
+    from lm_adapter import ClipItem, EncodedRows, ImageItem, PreprocessOptions
 
     connection = Connection(server, tls, ca, cert, key, server_name, token, token_file, namespace)
     of_images = PreprocessOptions(min_pixels=min_pixels, max_pixels=max_pixels)
     of_clips = replace(of_images, fps=fps, max_frames=max_frames)
-    items: list[ImageItem | ClipItem] = []
-    for path in images:
-        is_clip = clip or path.suffix.lower() in CLIP_SUFFIXES
+    items: dict[int, ImageItem | ClipItem] = {}
+    failures: dict[int, str] = {}
+    for index, path in enumerate(images):
         try:
             data = path.read_bytes()
         except OSError as error:
-            fail(f"cannot read {path}: {error.strerror or error}")
-        items.append(ClipItem(data, options=of_clips) if is_clip else ImageItem(data, options=of_images))
-    try:
-        status = Console(stderr=True).status(f"encoding {len(items)}")
-        with connection.client(timeout_s, fleet=fleet) as client, status:
-            outcomes = client.encode(items)
-    except EncoderError as error:
-        fail(f"{server}: {error}")
-
-    table = Table("image", "grid", "rows", "width", "dtype", "tier", "ms", "key")
-    failures: list[str] = []
-    for path, outcome in zip(images, outcomes, strict=True):
-        if not isinstance(outcome, EncodedRows):
-            table.add_row(path.name, "-", "-", "-", "-", "[red]failed[/red]", "-", "-")
-            failures.append(f"{path}: {outcome.reason}: {outcome.message}")
+            failures[index] = f"cannot read {path}: {error.strerror or error}"
             continue
-        table.add_row(
-            path.name,
-            "x".join(str(side) for side in outcome.grid_thw),
-            str(outcome.num_rows),
-            str(outcome.width),
-            outcome.dtype,
-            outcome.tier.value,
-            f"{outcome.timings.total_ms:.1f}",
-            outcome.key.hex()[:12],
-        )
-    Console().print(table)
-    for failure in failures:
-        print(f"vision-encoder: {failure}", file=sys.stderr)
-    encoded = {index: rows for index, rows in enumerate(outcomes) if isinstance(rows, EncodedRows)}
-    if out is not None and encoded:
-        write_rows(out, encoded, images)
+        is_clip = clip or begins_as_clip(data)
+        items[index] = ClipItem(data, options=of_clips) if is_clip else ImageItem(data, options=of_images)
+
+    encoded: dict[int, EncodedRows] = {}
+    for index, outcome in zip(
+        items, outcomes_of(connection, [*items.values()], timeout_s, fleet), strict=True
+    ):
+        if isinstance(outcome, EncodedRows):
+            encoded[index] = outcome
+        else:
+            failures[index] = f"{images[index]}: {outcome.reason}: {outcome.message}"
+    # Before anything is shown: a terminal that is gone costs no rows.
+    unwritten = "" if out is None or not encoded else write_rows(out, encoded, images)
+    show_rows(encoded, images)
+    for _, failure in sorted(failures.items()):
+        complain(failure)
+    if unwritten:
+        fail(unwritten)
     if failures:
         fail(f"{len(failures)} of {len(images)} images failed")
 
 
-def write_rows(out: Path, encoded: dict[int, EncodedRows], images: list[Path]) -> None:
+def begins_as_clip(data: bytes) -> bool:
+    """Whether a file is MP4, MOV, WebM or Matroska, whatever its name. A GIF or WebP is an image unless
+    --clip is given."""
+    return data.startswith(EBML) or (data[4:8] in FIRST_BOXES and data[8:12] not in STILL_BRANDS)
+
+
+def outcomes_of(
+    connection: Connection, items: list[ImageItem | ClipItem], timeout_s: float, fleet: bool
+) -> list[EncodedRows | EncoderError]:
+    """Of each item. Ends the command if nothing came at all."""
+    from rich.console import Console
+
+    from lm_adapter import CallFailed, EncoderError
+
+    if not items:
+        return []
+    try:
+        status = Console(stderr=True).status(f"encoding {len(items)}")
+        with connection.client(timeout_s, fleet=fleet) as client, status:
+            return list(client.encode(items))
+    except CallFailed as error:
+        if error.completed:
+            return [error.completed.get(index, error) for index in range(len(items))]
+        fail(f"{connection.server}: {error}")
+    except EncoderError as error:
+        fail(f"{connection.server}: {error}")
+
+
+def show_rows(encoded: dict[int, EncodedRows], images: list[Path]) -> None:
+    """A table of all files. Those of the same name are shown by their paths."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    num_of_name = Counter(path.name for path in images)
+    table = Table("image", "grid", "rows", "width", "dtype", "tier", "ms", "key")
+    for index, path in enumerate(images):
+        name = plain(path.name if num_of_name[path.name] == 1 else str(path))
+        rows = encoded.get(index)
+        if rows is None:
+            table.add_row(name, "-", "-", "-", "-", Text("failed", "red"), "-", "-")
+            continue
+        table.add_row(
+            name,
+            "x".join(str(side) for side in rows.grid_thw),
+            str(rows.num_rows),
+            str(rows.width),
+            rows.dtype,
+            rows.tier.value,
+            f"{rows.timings.total_ms:.1f}",
+            rows.key.hex()[:12],
+        )
+    Console(markup=False, emoji=False).print(table)  # names are no markup
+
+
+def write_rows(out: Path, encoded: dict[int, EncodedRows], images: list[Path]) -> str:
     """A safetensors file with, for item i, ``rows.<i>`` [rows, width] and ``grid_thw.<i>`` int64 [3]; of a
     clip also ``timestamps_s.<i>`` float64 [frames] and, for rows in chunks, ``chunk_grids.<i>`` int64
-    [chunks, 3]. Metadata of an item: ``key.<i>`` and ``content_digest.<i>`` (hexadecimal), ``image.<i>``; of
-    the file: ``format``, ``dtype``, ``num_deepstack_levels``, ``num_items``."""
+    [chunks, 3]. Metadata of an item: ``key.<i>`` and ``content_digest.<i>`` (hexadecimal), ``image.<i>``, the
+    file's name, escaped where it is no text; of the file: ``format``, ``dtype``, ``num_deepstack_levels``,
+    ``num_items``. Returns why it could not be written, or ""."""
     import torch
     from safetensors import SafetensorError
-    from safetensors.torch import save_file
+    from safetensors.torch import save, save_file
 
     tensors: dict[str, torch.Tensor] = {}
     metadata = {"format": ROWS_FORMAT, "num_items": str(len(images))}
@@ -308,15 +364,19 @@ def write_rows(out: Path, encoded: dict[int, EncodedRows], images: list[Path]) -
             tensors[f"chunk_grids.{index}"] = torch.tensor(rows.chunk_grids, dtype=torch.int64)
         metadata[f"key.{index}"] = rows.key.hex()
         metadata[f"content_digest.{index}"] = rows.content_digest.hex()
-        metadata[f"image.{index}"] = images[index].name
+        metadata[f"image.{index}"] = images[index].name.encode("utf-8", "backslashreplace").decode()
         metadata["dtype"] = rows.dtype
         metadata["num_deepstack_levels"] = str(rows.num_deepstack_levels)
     try:
-        save_file(tensors, out, metadata)
+        if plain(str(out)) == str(out):
+            save_file(tensors, out, metadata)
+        else:  # the library refuses paths that are no UTF-8
+            out.write_bytes(save(tensors, metadata))
     except OSError as error:
-        fail(f"cannot write {out}: {error.strerror or error}")
+        return f"cannot write {out}: {error.strerror or error}"
     except SafetensorError as error:  # the library's error for a missing folder or a full disk
-        fail(f"cannot write {out}: {error}")
+        return f"cannot write {out}: {error}"
+    return ""
 
 
 # -- info and health -----------------------------------------------------------------------------------
@@ -352,23 +412,27 @@ def info(
     except EncoderError as error:
         fail(f"{server}: {error}")
 
-    table = Table(show_header=False, title=f"{server}")
-    table.add_row("server", f"{answer.server_version} on {answer.device}, instance {answer.instance_id[:12]}")
-    table.add_row("protocol", f"{answer.min_protocol_version} to {answer.protocol_version}")
+    table = Table(show_header=False, title=plain(server))
+
+    def add(name: str, value: str) -> None:
+        table.add_row(name, plain(value))
+
+    add("server", f"{answer.server_version} on {answer.device}, instance {answer.instance_id[:12]}")
+    add("protocol", f"{answer.min_protocol_version} to {answer.protocol_version}")
     if is_named:
-        table.add_row("namespace", f"{namespace!r} is open to this caller")
+        add("namespace", f"{namespace!r} is open to this caller")
     for model in answer.models:
         for name, value in (
             vars(model) | {"modalities": ", ".join(one.value for one in model.modalities)}
         ).items():
-            table.add_row(name, value.hex() if isinstance(value, bytes) else str(value))
+            add(name, value.hex() if isinstance(value, bytes) else str(value))
     for name, value in vars(answer.limits).items():
-        table.add_row(name, f"{value:,}")
+        add(name, f"{value:,}")
     for transport in answer.transports:
-        table.add_row("transport", str(getattr(transport.delivery, "value", transport.delivery)))
+        add("transport", str(getattr(transport.delivery, "value", transport.delivery)))
     for name, reason in answer.unusable_kernels.items():
-        table.add_row("not usable", f"{name}: {reason}")
-    Console().print(table)
+        add("not usable", f"{name}: {reason}")
+    Console(markup=False, emoji=False).print(table)  # names are no markup
 
 
 @app.command()
@@ -444,4 +508,4 @@ def make_checkpoint(
         fail(error.message)
     except OSError as error:
         fail(f"cannot write {out}: {error.strerror or error}")
-    print(f"wrote {out}")
+    print(f"wrote {plain(str(out))}")

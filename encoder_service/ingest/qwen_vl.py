@@ -37,7 +37,8 @@ class AreaLimits(NamedTuple):
 
 def rounded_size(height: int, width: int, factor: int, area: AreaLimits) -> tuple[int, int]:
     """Target (height, width): multiples of ``factor`` near the image's own size, within ``area`` if possible,
-    at nearly the same aspect ratio.
+    at nearly the same aspect ratio. If the limits contradict each other, an image above the upper one is
+    reduced to it, and any other is enlarged to the lower one.
 
     Follows ``smart_resize`` of the reference step by step in float64: halves round to the even multiple, the
     area is compared with the rounded sides, and the scale is computed from the original sides.
@@ -116,11 +117,13 @@ def _check_aspect(height: int, width: int, what: str) -> None:
         )
 
 
-def _check_pair(low: str, least: int, high: str, most: int) -> None:
-    """Raises InvalidOption if the lower limit is above the upper one."""
-    if least > most:
+def _check_pair(options: PreprocessOptions, low: str, high: str) -> None:
+    """Raises InvalidOption if a request's lower limit is above its upper one. One alone may contradict the
+    checkpoint's other: the upper limit is compared first, as in the reference."""
+    least, most = getattr(options, low), getattr(options, high)
+    if least is not None and most is not None and least > most:
         raise InvalidOption(
-            f"{low} {least} is above {high} {most} (an absent one is the checkpoint's)",
+            f"{low} {least} is above {high} {most}: lower one, raise the other, or leave one out",
             **{low: least, high: most},
         )
 
@@ -151,8 +154,7 @@ class QwenVLPreprocessor(Preprocessor):
         for name, value in options.given().items():
             if name in self.options:
                 check_range(name, value, ceiling)
-        area = self.area_limits(options)
-        _check_pair("min_pixels", area.min_pixels, "max_pixels", area.max_pixels)
+        _check_pair(options, "min_pixels", "max_pixels")
 
     def area_limits(self, options: PreprocessOptions) -> AreaLimits:
         """The checkpoint's limits, overridden by those of the request."""
@@ -207,18 +209,17 @@ class QwenClips(ClipRules):
         self._temporal = images.temporal_patch_size
 
     def check_values(self, options: PreprocessOptions) -> None:
-        self.with_options(options)
+        for name in ("min_pixels", "max_pixels"):
+            value = getattr(options, name)
+            if value is not None and value < 1:
+                raise InvalidOption(f"{name} is {value}, needs at least 1", option=name, found=value)
+        _check_pair(options, "min_pixels", "max_pixels")
+        _check_pair(options, "min_frames", "max_frames")
 
     def with_options(self, options: PreprocessOptions) -> QwenVideoSettings:
-        """The checkpoint's settings, overridden by those of the request. Raises InvalidOption."""
+        """The checkpoint's settings, overridden by those of the request."""
         given: dict[str, Any] = options.given()
-        settings = dataclasses.replace(self.settings, **given)
-        for low, high in (("min_pixels", "max_pixels"), ("min_frames", "max_frames")):
-            least, most = getattr(settings, low), getattr(settings, high)
-            if least < 1:
-                raise InvalidOption(f"{low} is {least}, needs at least 1", option=low, found=least)
-            _check_pair(low, least, high, most)
-        return settings
+        return dataclasses.replace(self.settings, **given)
 
     def sample(self, header: ClipHeader, options: PreprocessOptions) -> list[int]:
         settings = self.with_options(options)

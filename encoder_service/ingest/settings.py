@@ -139,8 +139,10 @@ class SettingsReader(JsonReader):
         return Normalisation(mean_C, std_C, self.number("rescale_factor", default=1 / 255))
 
     def check_order(self, settings: object, low: str, high: str) -> None:
+        """Refuses limits that contradict each other. One that is set by its own name may contradict the
+        other's default or ``size``, as a request's may (``qwen_vl``)."""
         least, most = getattr(settings, low), getattr(settings, high)
-        if least > most:
+        if least > most and self.has(low) == self.has(high):
             raise self.refuse(low, least, f"at most {high} = {most}")
 
     def check_same(self, images: object, found: Mapping[str, object]) -> None:

@@ -1,9 +1,12 @@
 """URL items: which hosts and addresses may be contacted, and fetching within limits of bytes and time.
 
-Owns the list of allowed hosts, the address filter and the HTTP exchange. A name is resolved once per
-connection. All its addresses are checked, and the connection is made to a checked address, not to the name.
-Every redirect passes the same checks. Nothing is read from the environment (no proxies, no netrc), no cookies
-are kept, nothing is decompressed.
+Owns the list of allowed hosts, the address filter, the HTTP exchange, and the shares of fetches and of name
+look-ups. A name is resolved once per connection. All its addresses are checked, and the connection is made to
+a checked address, not to the name. Every redirect passes the same checks. Nothing is read from the
+environment (no proxies, no netrc), no cookies are kept, nothing is decompressed.
+
+The bytes decide what a body is, since stores state the type and the encoding that an upload had. Labels
+decide where they forbid: HTML, a real encoding, and types of text if the bytes are text.
 """
 
 from __future__ import annotations
@@ -15,10 +18,11 @@ import socket
 import ssl
 import time
 import urllib.parse
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import TypeAlias
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
 
 import httpcore
 from prometheus_client import Histogram
@@ -34,6 +38,8 @@ from encoder_service.errors import (
     VisionEncoderError,
 )
 from encoder_service.ops.metrics import Metrics
+from encoder_service.ops.shares import Holder, WaitingShares
+from encoder_service.own_thread import on_own_thread
 from encoder_service.types import Modality
 
 Network: TypeAlias = ipaddress.IPv4Network | ipaddress.IPv6Network
@@ -42,14 +48,32 @@ Resolve: TypeAlias = Callable[[str, int], Awaitable[Sequence[str]]]
 MAX_REDIRECTS = 3
 # For one URL, redirects included.
 TIMEOUT_S, CLIP_TIMEOUT_S = 10.0, 60.0
-MAX_FETCHES = 16  # concurrent fetches; others wait
+# Concurrent fetches, each with a connection; others wait. One host of one namespace has about 20 of them.
+MAX_FETCHES = 64
+# Threads that resolve names. One that hangs cannot be ended: it counts until the system gives up.
+MAX_LOOKUPS = 32
+LOOKUP_TIMEOUT_S = 5.0
 MAX_URL_CHARS = 8192
-KEPT_CONNECTIONS = 8
 KEEP_S = 15.0
+NO_HOLDER: Holder = ("",)
 REDIRECTS = frozenset((301, 302, 303, 307, 308))
 RETRYABLE = frozenset((408, 425, 429, 500, 502, 503, 504))
-# Object stores give these types to uploads without a type.
-UNTYPED = ("application/octet-stream", "binary/octet-stream")
+# Registered content codings, except for the one that changes nothing. Other labels (``aws-chunked``,
+# ``utf-8``) are left of an upload.
+CODINGS = frozenset((
+    "gzip", "x-gzip", "compress", "x-compress", "deflate", "br", "zstd", "dcb", "dcz", "exi", "pack200-gzip",
+    "aes128gcm",
+))  # fmt: skip
+HTML_TYPES = ("text/html", "application/xhtml+xml")
+HTML = re.compile(
+    rb"(\xef\xbb\xbf)?\s*<(!--|(!doctype html|html|head|body|script|style|title|meta|h1|div|table|p)[\s>])",
+    re.IGNORECASE,
+)
+# Types of text. Servers also give "text/plain" to files that they do not know.
+TEXT_TYPE = re.compile(r"text/(?!plain\b)|.*(json|xml|javascript)")
+# Bytes that no text has, and how many bytes are searched (https://mimesniff.spec.whatwg.org).
+BINARY = re.compile(rb"[\x00-\x08\x0b\x0e-\x1a\x1c-\x1f]")
+SNIFFED_BYTES = 1445
 TRANSPORT_ERRORS = (
     httpcore.TimeoutException,
     httpcore.NetworkError,
@@ -98,6 +122,113 @@ def check_address(text: str, allowed: Iterable[Network]) -> str:
     return str(address)
 
 
+@dataclass
+class _Attempt:
+    """One request, for the layers below the HTTP client. holder: whose share of the name look-ups it takes.
+    is_fresh: it opened a connection. has_answer: bytes have come."""
+
+    holder: Holder
+    is_fresh: bool = False
+    has_answer: bool = False
+
+
+_ATTEMPT: ContextVar[_Attempt] = ContextVar("attempt", default=_Attempt(NO_HOLDER))  # noqa: B039
+
+
+@contextmanager
+def _attempt_of(holder: Holder) -> Iterator[_Attempt]:
+    attempt = _Attempt(holder)
+    token = _ATTEMPT.set(attempt)
+    try:
+        yield attempt
+    finally:
+        _ATTEMPT.reset(token)
+
+
+class Lookups:
+    """Look-ups of names. Used on one event loop.
+
+    At most one is in progress for a name: others that ask for it wait for its answer. Holders have shares of
+    MAX_LOOKUPS. A look-up counts until it has ended, also if nobody waits any longer.
+    """
+
+    def __init__(self, resolve: Resolve) -> None:
+        self._resolve = resolve
+        self._shares = WaitingShares(MAX_LOOKUPS)
+        self._running: dict[str, asyncio.Task[Sequence[str]]] = {}
+
+    async def find(self, host: str, port: int) -> Sequence[str]:
+        """The host's addresses, by the share of the current attempt. Raises OSError; UrlUnreachable after
+        LOOKUP_TIMEOUT_S, the wait for a share included."""
+        holder = _ATTEMPT.get().holder
+        try:
+            async with asyncio.timeout(LOOKUP_TIMEOUT_S):
+                if host not in self._running:
+                    taken = await self._shares.acquire(holder)
+                    if host in self._running:
+                        self._shares.release(holder, taken)
+                    else:
+                        running = asyncio.get_running_loop().create_task(self._run(host, port, holder, taken))
+                        self._running[host] = running
+                return await asyncio.shield(self._running[host])
+        except TimeoutError:
+            raise UrlUnreachable(
+                f"the name of the URL's host was not resolved within {LOOKUP_TIMEOUT_S:g} s"
+            ) from None
+
+    def close(self) -> None:
+        """Waits for no thread."""
+        for running in self._running.values():
+            running.cancel()
+
+    async def _run(self, host: str, port: int, holder: Holder, taken: int) -> Sequence[str]:
+        try:
+            return await self._resolve(host, port)
+        finally:
+            del self._running[host]
+            self._shares.release(holder, taken)
+
+
+async def resolve_by_system(host: str, port: int) -> Sequence[str]:
+    """All addresses of the host, in the system's order. Raises OSError."""
+
+    def look_up() -> Sequence[tuple[Any, ...]]:
+        return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+
+    found = await on_own_thread(look_up)
+    return list(dict.fromkeys(str(entry[4][0]) for entry in found))
+
+
+class AnswerStream(httpcore.AsyncNetworkStream):
+    """A connection that tells the current attempt when bytes of an answer come."""
+
+    def __init__(self, inner: httpcore.AsyncNetworkStream) -> None:
+        self._inner = inner
+
+    async def read(self, max_bytes: int, timeout: float | None = None) -> bytes:  # noqa: ASYNC109
+        data = await self._inner.read(max_bytes, timeout)
+        if data:
+            _ATTEMPT.get().has_answer = True
+        return data
+
+    async def write(self, buffer: bytes, timeout: float | None = None) -> None:  # noqa: ASYNC109
+        await self._inner.write(buffer, timeout)
+
+    async def aclose(self) -> None:
+        await self._inner.aclose()
+
+    async def start_tls(
+        self,
+        ssl_context: ssl.SSLContext,
+        server_hostname: str | None = None,
+        timeout: float | None = None,  # noqa: ASYNC109
+    ) -> httpcore.AsyncNetworkStream:
+        return AnswerStream(await self._inner.start_tls(ssl_context, server_hostname, timeout))
+
+    def get_extra_info(self, info: str) -> Any:
+        return self._inner.get_extra_info(info)
+
+
 class CheckedBackend(httpcore.AsyncNetworkBackend):
     """Connects an HTTP client to checked addresses only. TLS, its server name and the Host header still use
     the host's name."""
@@ -122,6 +253,7 @@ class CheckedBackend(httpcore.AsyncNetworkBackend):
     ) -> httpcore.AsyncNetworkStream:
         """Checks all of the host's addresses and then tries them in turn. Raises UrlRefused, UrlUnreachable,
         and httpcore's connection errors."""
+        _ATTEMPT.get().is_fresh = True
         try:
             async with asyncio.timeout(timeout):
                 found = await self._resolve(host, port)
@@ -131,7 +263,9 @@ class CheckedBackend(httpcore.AsyncNetworkBackend):
         failure: Exception = UrlUnreachable("the URL's host has no address now")
         for address in addresses:
             try:
-                return await self._inner.connect_tcp(address, port, timeout, local_address, socket_options)
+                return AnswerStream(
+                    await self._inner.connect_tcp(address, port, timeout, local_address, socket_options)
+                )
             except (httpcore.ConnectError, httpcore.ConnectTimeout) as error:
                 failure = error
         raise failure
@@ -139,12 +273,20 @@ class CheckedBackend(httpcore.AsyncNetworkBackend):
 
 @dataclass(frozen=True)
 class CheckedUrl:
-    """A parsed URL. host: lower case, without brackets. target: path and query."""
+    """A parsed URL. host: lower case, without brackets. target: path and query. entry: host and port of the
+    entry that allows it, which for a wildcard is above its own host."""
 
     scheme: str
     host: str
     port: int
     target: str
+    entry: str = ""
+
+    def below(self, holder: Holder) -> Holder:
+        """The server as a part of what a holder may take. All servers of a wildcard share a part."""
+        return (
+            (*holder, self.entry) if self.entry == self.authority else (*holder, self.entry, self.authority)
+        )
 
     @property
     def authority(self) -> str:
@@ -210,17 +352,22 @@ class AllowList:
         for entry, is_wildcard in self._entries:
             is_host = url.host.endswith("." + entry.host) if is_wildcard else url.host == entry.host
             if is_host and (url.scheme, url.port) == (entry.scheme, entry.port):
-                return url
+                return replace(url, entry=entry.authority)
         raise UrlRefused("the URL is not among those that this server fetches")
+
+
+def media_type(fields: dict[bytes, str]) -> str:
+    """The stated type in lower case without its parameters; "" if there is none."""
+    return fields.get(b"content-type", "").partition(";")[0].strip().lower()
 
 
 @dataclass(frozen=True)
 class Content:
-    """What a URL's body may be. what: with its article, for messages. types: beginnings of content types.
+    """What a URL's body may be. what: with its article, for messages. types: that are asked for.
     timeout_s: for the whole fetch."""
 
     what: str
-    types: tuple[str, ...]
+    types: str
     max_bytes: int
     timeout_s: float
     too_large: type[VisionEncoderError]
@@ -231,12 +378,22 @@ class Content:
             raise UrlUnreachable(f"the URL's server answers {status}", status=status)
         if status != 200:
             raise UrlContent(f"the URL's server answers {status}, not 200", status=status)
-        encoding = fields.get(b"content-encoding", "identity").lower()
-        if encoding not in ("", "identity"):
+        encoding = fields.get(b"content-encoding", "").lower()
+        if any(coding.strip() in CODINGS for coding in encoding.split(",")):
             raise UrlContent(f"the URL's body is encoded as {encoding[:40]!r}, which was not asked for")
-        kind = fields.get(b"content-type", "").lower()
-        if kind and not kind.startswith((*self.types, *UNTYPED)):
-            raise UrlContent(f"the URL's body is {kind.partition(';')[0][:80]!r}, not {self.what}")
+        kind = media_type(fields)
+        if kind in HTML_TYPES:
+            raise UrlContent(f"the URL's body is {kind[:80]!r}, an HTML page, not {self.what}")
+
+    def check_body(self, start: bytes, kind: str) -> None:
+        """Raises UrlContent for a page or text. start: of the body. kind: its media type, "" if none is
+        stated. Whether other bytes are an image or a clip is left to their decoder."""
+        if HTML.match(start):
+            raise UrlContent(f"the URL's body is an HTML page, not {self.what}")
+        if TEXT_TYPE.match(kind) and not BINARY.search(start):
+            raise UrlContent(
+                f"the URL's body is {kind[:80]!r} and begins with the text {start[:16]!r}: not {self.what}"
+            )
 
     def check_size(self, num_bytes: int) -> None:
         """Raises ``too_large``."""
@@ -270,41 +427,49 @@ class UrlFetcher:
         CANCELLED) and the duration in seconds of every fetch."""
         self._allow = allow
         self._contents = {
-            Modality.IMAGE: Content("an image", ("image/",), max_bytes, timeout_s, ImageTooLarge),
+            Modality.IMAGE: Content("an image", "image/*", max_bytes, timeout_s, ImageTooLarge),
             # Animated GIF and WebP are clips with an image's type.
             Modality.VIDEO: Content(
-                "a clip", ("video/", "image/"), max_clip_bytes, clip_timeout_s, ClipTooLarge
+                "a clip", "video/*, image/*", max_clip_bytes, clip_timeout_s, ClipTooLarge
             ),
         }
         self._observe = observe
-        self._places = asyncio.Semaphore(MAX_FETCHES)
-        # A separate thread pool, so that a name server that hangs blocks no other work.
-        self._resolver = ThreadPoolExecutor(8, thread_name_prefix="resolve")
-        self._client = httpcore.AsyncConnectionPool(
-            ssl_context=httpcore.default_ssl_context() if tls is None else tls,
-            max_connections=MAX_FETCHES,
-            max_keepalive_connections=KEPT_CONNECTIONS,
+        self._places = WaitingShares(MAX_FETCHES)
+        self._lookups = Lookups(resolve or resolve_by_system)
+        backend = CheckedBackend(networks, self._lookups.find)
+        tls = httpcore.default_ssl_context() if tls is None else tls
+        # Without a limit of connections, which would be a second queue, without shares.
+        self._kept = httpcore.AsyncConnectionPool(
+            ssl_context=tls,
+            max_connections=None,
+            max_keepalive_connections=MAX_FETCHES,
             keepalive_expiry=KEEP_S,
-            network_backend=CheckedBackend(networks, resolve or self._resolve),
+            network_backend=backend,
+        )
+        self._fresh = httpcore.AsyncConnectionPool(
+            ssl_context=tls, max_connections=None, max_keepalive_connections=0, network_backend=backend
         )
 
     async def close(self) -> None:
-        await self._client.aclose()
-        self._resolver.shutdown(wait=False, cancel_futures=True)
+        await self._kept.aclose()
+        await self._fresh.aclose()
+        self._lookups.close()
 
     async def fetch(
         self,
         text: str,
         modality: Modality = Modality.IMAGE,
         count_bytes: Callable[[int], None] = lambda _: None,
+        holder: Holder = NO_HOLDER,
     ) -> bytes:
         """The body at a URL. count_bytes: called with the size of each part before it is kept; may raise
-        QueueFull. Raises UrlRefused, UrlContent, UrlUnreachable, ImageTooLarge, ClipTooLarge."""
+        QueueFull. holder: whose share of the fetches is taken. Raises UrlRefused, UrlContent, UrlUnreachable,
+        ImageTooLarge, ClipTooLarge."""
         started_s, outcome = time.monotonic(), "INTERNAL"
         try:
             url = self._allow.check(text)
-            async with self._places:
-                body = await self._fetch_in_time(url, self._contents[modality], count_bytes)
+            async with self._places.hold(url.below((*holder, modality.value))):
+                body = await self._fetch_in_time(url, self._contents[modality], count_bytes, holder)
             outcome = "OK"
         except asyncio.CancelledError:
             outcome = "CANCELLED"
@@ -316,20 +481,13 @@ class UrlFetcher:
             self._observe(outcome, time.monotonic() - started_s)
         return body
 
-    async def _resolve(self, host: str, port: int) -> Sequence[str]:
-        """All addresses of the host, in the system's order. Raises OSError."""
-        found = await asyncio.get_running_loop().run_in_executor(
-            self._resolver, lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        )
-        return list(dict.fromkeys(str(entry[4][0]) for entry in found))
-
     async def _fetch_in_time(
-        self, url: CheckedUrl, content: Content, count_bytes: Callable[[int], None]
+        self, url: CheckedUrl, content: Content, count_bytes: Callable[[int], None], holder: Holder
     ) -> bytes:
         try:
             async with asyncio.timeout(content.timeout_s):
                 for _ in range(MAX_REDIRECTS + 1):
-                    found = await self._get(url, content, count_bytes)
+                    found = await self._get(url, content, count_bytes, holder)
                     if isinstance(found, bytes):
                         return found
                     url = found
@@ -340,18 +498,39 @@ class UrlFetcher:
         raise UrlRefused(f"the URL redirects more than {MAX_REDIRECTS} times")
 
     async def _get(
-        self, url: CheckedUrl, content: Content, count_bytes: Callable[[int], None]
+        self, url: CheckedUrl, content: Content, count_bytes: Callable[[int], None], holder: Holder
+    ) -> bytes | CheckedUrl:
+        """The body, or the URL of a redirect. The server may close a kept connection just when a request goes
+        out: then it is sent again, once, on a connection of its own (RFC 9110, section 9.2.2)."""
+        with _attempt_of(url.below(holder)) as attempt:
+            try:
+                return await self._exchange(self._kept, url, content, count_bytes)
+            except (httpcore.NetworkError, httpcore.ProtocolError, OSError):
+                if attempt.is_fresh or attempt.has_answer:
+                    raise
+            return await self._exchange(self._fresh, url, content, count_bytes)
+
+    async def _exchange(
+        self,
+        client: httpcore.AsyncConnectionPool,
+        url: CheckedUrl,
+        content: Content,
+        count_bytes: Callable[[int], None],
     ) -> bytes | CheckedUrl:
         """One request: returns the body, or the URL of a redirect."""
         headers: dict[bytes | str, bytes | str] = {
             "Host": url.authority,
             "User-Agent": "vision-encoder",
-            "Accept": ", ".join(f"{kind}*" for kind in content.types),
+            "Accept": content.types,
             "Accept-Encoding": "identity",
         }
         parts, num_bytes = list[bytes](), 0
-        async with self._client.stream("GET", url.text, headers=headers) as answer:
-            fields = {name.lower(): value.decode("latin-1").strip() for name, value in answer.headers}
+        async with client.stream("GET", url.text, headers=headers) as answer:
+            fields = dict[bytes, str]()
+            for name, value in answer.headers:
+                before = fields.get(name.lower())
+                text = value.decode("latin-1").strip()
+                fields[name.lower()] = text if before is None else f"{before}, {text}"
             if answer.status in REDIRECTS:
                 return self._redirected(url, fields.get(b"location", ""))
             content.check_answer(answer.status, fields)
@@ -365,7 +544,9 @@ class UrlFetcher:
         if not num_bytes:
             raise UrlContent("the URL's body has 0 bytes")
         # CPython's join of many bytes releases the GIL.
-        return await asyncio.to_thread(b"".join, parts)
+        body = await asyncio.to_thread(b"".join, parts)
+        content.check_body(body[:SNIFFED_BYTES], media_type(fields))
+        return body
 
     def _redirected(self, url: CheckedUrl, location: str) -> CheckedUrl:
         """The target of a redirect. Raises UrlRefused."""

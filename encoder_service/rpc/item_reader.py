@@ -15,7 +15,8 @@ from typing import TypeVar
 
 from encoder_service.errors import UnknownKey
 from encoder_service.ingest.pixel_segments import PixelSegments
-from encoder_service.ingest.urls import UrlFetcher
+from encoder_service.ingest.urls import NO_HOLDER, UrlFetcher
+from encoder_service.ops.shares import Holder
 from encoder_service.rpc import convert
 from encoder_service.scheduler.admission import Admission
 from encoder_service.types import DigestOnly, EncodedFile, Item
@@ -37,12 +38,17 @@ class ItemReader:
     segments: PixelSegments | None = None
     urls: UrlFetcher | None = None
 
-    async def ask(self, message: pb.Item, question: Callable[[Item], Awaitable[Answer]]) -> Answer:
-        """Calls ``question`` with the item and returns its answer. The content is held until then. Raises as
-        ``convert.item_from_proto``, ``PixelSegments.read``, ``UrlFetcher.fetch`` and ``question``; also
-        QueueFull."""
+    async def ask(
+        self,
+        message: pb.Item,
+        question: Callable[[Item], Awaitable[Answer]],
+        holder: Holder = NO_HOLDER,
+    ) -> Answer:
+        """Calls ``question`` with the item and returns its answer. The content is held until then. holder:
+        whose share of the URL fetches is taken. Raises as ``convert.item_from_proto``,
+        ``PixelSegments.read``, ``UrlFetcher.fetch`` and ``question``; also QueueFull."""
         if message.WhichOneof("content") == "url" and self.urls is not None:
-            return await self._ask_of_url(message, self.urls, question)
+            return await self._ask_of_url(message, self.urls, question, holder)
         async with self._read(message) as item:
             return await question(item)
 
@@ -69,7 +75,11 @@ class ItemReader:
             yield convert.item_from_proto(message)
 
     async def _ask_of_url(
-        self, message: pb.Item, urls: UrlFetcher, question: Callable[[Item], Awaitable[Answer]]
+        self,
+        message: pb.Item,
+        urls: UrlFetcher,
+        question: Callable[[Item], Awaitable[Answer]],
+        holder: Holder,
     ) -> Answer:
         item = convert.item_from_proto(message, fetched=b"")
         if item.content_digest is not None:
@@ -78,7 +88,7 @@ class ItemReader:
                 return await question(replace(item, content=DigestOnly()))
         permit = self.admission.acquire(0)
         try:
-            data = await urls.fetch(message.url, item.modality, permit.add_bytes)
+            data = await urls.fetch(message.url, item.modality, permit.add_bytes, holder)
             return await question(replace(item, content=EncodedFile(data)))
         finally:
             permit.release()

@@ -439,7 +439,7 @@ class SglangServer:
         message = pb.Item(
             modality=MODALITIES[modality.name][1], url=item.url, content_digest=item.digest or b""
         )
-        return await self._reader.ask(message, encode_fetched)
+        return await self._reader.ask(message, encode_fetched, (NAMESPACE,))
 
     # -- receivers that name themselves ----------------------------------------------------------------
 

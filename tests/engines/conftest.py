@@ -42,7 +42,14 @@ DTYPES = {
 }
 NUM_SETS = 4
 # Processor options of a request, by number of its case.
-OPTIONS = [(2, {"min_pixels": 65536}), (3, {"max_pixels": 70000}), (0, {"size": {"shortest_edge": 90000}})]
+OPTIONS: list[tuple[int, dict[str, Any]]] = [
+    (2, {"min_pixels": 65536}),
+    (3, {"max_pixels": 70000}),
+    (0, {"size": {"shortest_edge": 90000}}),
+    # Below the checkpoint's own least.
+    (1, {"max_pixels": 50176}),
+    (1, {"size": {"longest_edge": 40000}}),
+]
 
 # Of requests with tools: the model has to write the word.
 TOOLS = [

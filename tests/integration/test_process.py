@@ -320,13 +320,15 @@ def test_p37_a_decoder_that_hangs_does_not_hold_up_the_end(
 
 @pytest.mark.without_device
 def test_encode_reports_each_failure_and_keeps_the_rest(shared: ServiceProcess, tmp_path: Path) -> None:
-    good, bad, out = tmp_path / "good.png", tmp_path / "bad.png", tmp_path / "rows.safetensors"
+    good, bad, empty, out = (tmp_path / name for name in ("good.png", "bad.png", "empty", "rows.safetensors"))
     good.write_bytes(photo())
     bad.write_bytes(b"<html>")
-    ended = client_command("encode", "--server", shared.target, bad, good, "--out", out)
+    empty.touch()
+    ended = client_command("encode", "--server", shared.target, bad, good, empty, "--out", out)
     assert ended.exit_code == 1
-    assert "UNDECODABLE_IMAGE" in ended.stderr
-    assert "1 of 2 images failed" in ended.stderr
+    for path in (bad, empty):
+        assert f"{path}: UNDECODABLE_IMAGE: " in ended.stderr
+    assert "2 of 3 images failed" in ended.stderr
     with safe_open(out, "pt") as found:
         assert sorted(found.keys()) == ["grid_thw.1", "rows.1"]
     assert "cannot read" in client_command("encode", "--server", shared.target, tmp_path / "none.png").stderr

@@ -306,7 +306,7 @@ def test_a_clips_url_follows_the_same_rules(
                 ("/large.mp4", "VIDEO", f"{len(data) + 1} bytes, the limit is {len(data)}"),
                 ("/broken.mp4", "VIDEO", "the MP4 file is truncated"),
                 ("/none.mp4", "VIDEO", "404"),
-                ("/a.mp4", "IMAGE", "'video/mp4', not an image"),
+                ("/a.mp4", "IMAGE", f"{len(data)} bytes, the limit is 1024"),
             ):
                 refused = served.encode([server.base + path], receiver.port, modality=modality)
                 assert text in message(refused, 400)

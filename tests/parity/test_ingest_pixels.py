@@ -21,7 +21,7 @@ from encoder_service.errors import AspectRatioExceeded
 from encoder_service.ingest.decode import DecodeLimits, decode_rgb
 from encoder_service.ingest.preprocessor import Preprocessor
 from encoder_service.ingest.registry import load_preprocessor
-from encoder_service.types import PreprocessOptions
+from encoder_service.types import Modality, PreprocessOptions
 from tests.parity.reference import import_reference
 from tests.unit.ingest import image_files
 
@@ -181,11 +181,46 @@ def test_qwen_limits_per_request(saved: Callable[[Any, str], Preprocessor]) -> N
         size = {"shortest_edge": low, "longest_edge": high}
         options = PreprocessOptions(min_pixels=low, max_pixels=high)
         check(preprocessor, reference, picture(height, width), options, size=size)
-    for height, width in [(300, 500), (40, 40)]:
-        size = {"shortest_edge": 4096, "longest_edge": 20_000}
-        check(
-            preprocessor, reference, picture(height, width), PreprocessOptions(max_pixels=20_000), size=size
-        )
+
+
+def test_qwen_with_one_limit_of_a_request_that_may_contradict_the_checkpoints_other(
+    saved: Callable[[Any, str], Preprocessor],
+) -> None:
+    reference = qwen_reference(20_000, 60_000)
+    preprocessor = saved(reference, "qwen3_vl")
+    rng = random.Random(6)
+    for height, width in [*random_sides("one limit", 50), (480, 640), (90, 120), (300, 500)]:
+        pixels = rng.choice((1, 900, 5000, 19_999, 20_000, 30_000, 60_001, 90_000))
+        for name, edge in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge")):
+            options = PreprocessOptions(**{name: pixels})
+            preprocessor.check_options(Modality.IMAGE, options)
+            size = {"shortest_edge": 20_000, "longest_edge": 60_000} | {edge: pixels}
+            check(preprocessor, reference, picture(height, width), options, size=size)
+
+
+def test_a_checkpoint_with_one_limit_by_its_own_name_that_contradicts_its_size(tmp_path: Path) -> None:
+    reference = import_reference()
+    qwen_reference(20_000, 60_000).save_pretrained(tmp_path)
+    file = tmp_path / "preprocessor_config.json"
+    values = json.loads(file.read_text())
+    for name, pixels in (("max_pixels", 10_000), ("min_pixels", 90_000)):
+        file.write_text(json.dumps(values | {name: pixels}))
+        loaded = reference.Qwen2VLImageProcessor.from_pretrained(tmp_path)
+        preprocessor = load_preprocessor(tmp_path, "qwen3_vl", LIMITS)
+        for height, width in [(90, 120), (150, 150), (300, 400)]:
+            check(preprocessor, loaded, picture(height, width))
+
+
+def test_kimi_limits_per_request(saved: Callable[[Any, str], Preprocessor]) -> None:
+    reference = kimi_reference()
+    preprocessor = saved(reference, "kimi_k25")
+    rng = random.Random(7)
+    for height, width in random_sides("kimi_k25", 40):
+        patches, side = rng.choice((1, 5, 64, 300, 16_384)), rng.choice((1, 7, 20, 512))
+        overrides = {"max_patches": patches, "size": {"max_height": side, "max_width": side}}
+        options = PreprocessOptions(max_patches=patches, max_patches_per_side=side)
+        preprocessor.check_options(Modality.IMAGE, options)
+        check(preprocessor, reference, picture(height, width), options, **overrides)
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "kimi_k25"])

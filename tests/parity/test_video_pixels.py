@@ -17,7 +17,7 @@ from encoder_service.ingest.decode import DecodeLimits
 from encoder_service.ingest.preprocessor import Preprocessor
 from encoder_service.ingest.registry import load_preprocessor
 from encoder_service.ingest.video.clip import Clip
-from encoder_service.types import EncodedFile, FrameArray, Grid, PreprocessOptions
+from encoder_service.types import EncodedFile, FrameArray, Grid, Modality, PreprocessOptions
 from tests.parity.reference import import_reference
 from tests.unit.ingest import clip_files
 
@@ -169,9 +169,15 @@ def test_arrays_of_any_length_rate_and_size(
     sampled_fps = rng.choice(rates)
     options: dict[str, Any] = {} if sampled_fps is None else {"fps": sampled_fps}
     overrides = dict(options)
-    if family != "kimi_k25" and rng.random() < 0.5:
-        options |= {"min_pixels": 5000, "max_pixels": rng.randint(6000, 400_000)}
-        overrides["size"] = {"shortest_edge": 5000, "longest_edge": options["max_pixels"]}
+    if family != "kimi_k25":
+        # One alone may contradict the checkpoint's other.
+        limits = {"min_pixels": rng.randint(1, 90_000), "max_pixels": rng.randint(1, 400_000)}
+        names = rng.choice([[], ["min_pixels"], ["max_pixels"], list(limits)])
+        limits["max_pixels"] += limits["min_pixels"] if len(names) == 2 else 0
+        options |= {name: limits[name] for name in names}
+        edges = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
+        overrides["size"] = QWEN_SIZE | {edges[name]: limits[name] for name in names}
+    ours(family).check_options(Modality.VIDEO, PreprocessOptions(**options))
     frames = np.random.default_rng(seed).integers(0, 256, (num_frames, height, width, 3), dtype=np.uint8)
     clip = open_clip(ours(family), FrameArray(torch.from_numpy(frames), fps), **options)
     try:
@@ -199,18 +205,23 @@ def test_p07_frames_that_were_sampled_before_keep_their_timestamps(
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5"])
-@pytest.mark.parametrize(("num_frames", "low", "high"), [(50, 4, 6), (3, 4, 768), (90, 12, 12), (20, 2, 3)])
+@pytest.mark.parametrize(
+    ("num_frames", "low", "high"),
+    [(50, 4, 6), (3, 4, 768), (90, 12, 12), (20, 2, 3), (20, None, 2), (30, None, 3), (90, 12, None)],
+)
 def test_p07_a_clamped_number_of_frames_gives_the_timestamps_of_those_taken(
-    family: str, num_frames: int, low: int, high: int, ours: Callable[[str], Preprocessor]
+    family: str, num_frames: int, low: int | None, high: int | None, ours: Callable[[str], Preprocessor]
 ) -> None:
+    """One alone may contradict the checkpoint's other: at least 4, at most 768."""
     frames = clip_files.moving(num_frames, 48, 64)
     reference = reference_of(family)
+    ours(family).check_options(Modality.VIDEO, PreprocessOptions(min_frames=low, max_frames=high))
     clip = open_clip(
         ours(family), FrameArray(torch.from_numpy(frames), 10.0), min_frames=low, max_frames=high
     )
     before = reference.min_frames, reference.max_frames
     try:  # the reference takes these from itself, not from the call
-        reference.min_frames, reference.max_frames = low, high
+        reference.min_frames, reference.max_frames = low or before[0], high or before[1]
         expected = expected_of(family, frames, metadata_of(num_frames, 10.0))
     finally:
         reference.min_frames, reference.max_frames = before

@@ -17,6 +17,11 @@ from vision_encoder.layout.png import png_without_pixels
 ORIENTATION, TIFF_WIDTH, TIFF_LENGTH = 0x0112, 0x0100, 0x0101
 TURNED = (5, 6, 7, 8)
 """EXIF orientations that exchange width and height."""
+TURNS: dict[object, str] = {
+    2: "FLIP_LEFT_RIGHT", 3: "ROTATE_180", 4: "FLIP_TOP_BOTTOM", 5: "TRANSPOSE", 6: "ROTATE_270",
+    7: "TRANSVERSE", 8: "ROTATE_90",
+}  # fmt: skip
+"""Pillow's names of what turns an image of an EXIF orientation upright."""
 FORMATS = (
     "JPEG", "MPO", "PNG", "WEBP", "GIF", "BMP", "DIB", "TIFF", "PPM", "AVIF",
     "JPEG2000", "QOI", "PCX", "SGI", "TGA",
@@ -70,7 +75,10 @@ class ImageFile:
     @classmethod
     def of_pixels(cls, pixels: Any) -> ImageFile:
         """Of a Pillow image, or a uint8 array or tensor, [height, width, channels] or [channels, height,
-        width] with 1, 3 or 4 channels. Raises ValueError."""
+        width] with 1, 3 or 4 channels. Raises ValueError.
+
+        A Pillow image that still has an EXIF orientation is turned by it, as the encoder turns its file and
+        vLLM such an image; SGLang turns neither. Of an animation, the current frame is taken."""
         from PIL import Image
 
         if not isinstance(pixels, Image.Image):
@@ -84,11 +92,40 @@ class ImageFile:
                 )
             pixels = Image.fromarray(array[..., 0] if array.shape[-1] == 1 else array)
         out = io.BytesIO()
-        if pixels.mode not in ("1", "L", "LA", "P", "RGB", "RGBA", "I;16"):
-            pixels = pixels.convert("RGB")
-        # Stored, not compressed: it is read once, on the same host or the next.
-        pixels.save(out, "PNG", compress_level=0)
+        try:
+            # Stored, not compressed: it is read once, on the same host or the next.
+            _bare(pixels).save(out, "PNG", compress_level=0)
+        except Exception as error:  # Pillow decodes only now, and raises whatever broken bytes make it raise
+            raise ValueError(f"Failed to load image: {error}") from error
         return cls.read(out.getvalue())
+
+
+def _bare(image: Any) -> Any:
+    """The upright pixels and the alpha of a Pillow image, in a mode that PNG has, without the metadata of its
+    source. Pillow would write a colour profile, and a transparent colour even if it is of another mode; such
+    a colour counts as none."""
+    from PIL import Image
+
+    image.load()  # before that a source may state another mode, transparency and orientation
+    turn = TURNS.get(_orientation(image))
+    if turn is not None:
+        image = image.transpose(getattr(Image.Transpose, turn))
+    if image.mode == "La":
+        image = image.convert("LA")
+    has_alpha = image.has_transparency_data
+    if image.mode in ("LA", "RGBA") or (image.mode in ("1", "L", "RGB", "I;16") and not has_alpha):
+        bare = image.copy()
+    else:
+        try:
+            bare = image.convert("RGBA" if has_alpha else "RGB")
+        except (TypeError, ValueError):
+            image = image.copy()
+            if "transparency" not in image.info:
+                raise
+            del image.info["transparency"]
+            bare = image.convert("RGBA" if image.has_transparency_data else "RGB")
+    bare.info = {}
+    return bare
 
 
 def _orientation(image: Any) -> object:

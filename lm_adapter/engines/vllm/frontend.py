@@ -35,7 +35,7 @@ from lm_adapter.engines.plugin.images import ImageFile
 from lm_adapter.engines.plugin.reasons import message_of, status_of
 from lm_adapter.engines.vllm.clips import ClipFile, sampling_of
 from lm_adapter.engines.vllm.failures import vllm_error
-from lm_adapter.engines.vllm.settings import Settings, has_connector, mark
+from lm_adapter.engines.vllm.settings import Settings, given_sizes, has_connector, mark
 from lm_adapter.errors import EncoderError, InvalidRequest
 from lm_adapter.items import ImageItem, PreprocessOptions
 
@@ -126,13 +126,8 @@ def configure(vllm_config: Any) -> None:
 
 
 def _clip_sizes(options: Mapping[str, Any]) -> dict[str, int]:
-    """As vLLM resolves ``--mm-processor-kwargs``: those of videos alone come before those of all media, and
-    a number of pixels before the edge of ``size`` that stands for it."""
-    options = {**options, **(options.get("videos_kwargs") or {})}
-    size = options.get("size") or {}
-    edges = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
-    sizes = {name: options.get(name, size.get(edge)) for name, edge in edges.items()}
-    return {name: pixels for name, pixels in sizes.items() if pixels is not None}
+    """As vLLM resolves ``--mm-processor-kwargs``: those of videos alone come before those of all media."""
+    return given_sizes({**options, **(options.get("videos_kwargs") or {})})
 
 
 class ImageFileIO(ImageMediaIO):  # type: ignore[misc]

@@ -31,7 +31,7 @@ from lm_adapter.engines.vllm.failures import listening
 from lm_adapter.engines.vllm.file_requests import FileRequest
 from lm_adapter.engines.vllm.frontend import VLLMS_OWN
 from lm_adapter.engines.vllm.scheduler import CLIP_FIELD, FILE_FIELD
-from lm_adapter.engines.vllm.settings import is_marked
+from lm_adapter.engines.vllm.settings import given_sizes, is_marked
 from lm_adapter.items import Grid, Modality, PreprocessOptions
 from lm_adapter.keys import content_digest
 
@@ -244,10 +244,7 @@ class Qwen3VLFileProcessor(qwen3_vl.Qwen3VLMultiModalProcessor):  # type: ignore
             raise ValueError(
                 f"mm_processor_kwargs has {sorted(unknown)}, the encoder takes {sorted(SIZE_OPTIONS)}"
             )
-        if not options:
-            return PreprocessOptions()
-        size = self.info._get_vision_size(options, default_size=self.info.get_image_processor().size)
-        return PreprocessOptions(min_pixels=size["shortest_edge"], max_pixels=size["longest_edge"])
+        return PreprocessOptions(**given_sizes(options))
 
     def _image_grid(self, image: ImageFile, hf_kwargs: Mapping[str, object]) -> list[int]:
         """t, h, w in patches."""

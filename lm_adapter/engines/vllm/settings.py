@@ -1,10 +1,12 @@
 """The plugin's settings in vLLM: ``ec_connector_extra_config`` of ``--ec-transfer-config``.
 
-Owns which engines use the plugin, and the setting that only vLLM has.
+Owns which engines use the plugin, the setting that only vLLM has, and which sizes ``mm_processor_kwargs``
+ask for.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -33,6 +35,17 @@ def mark(mm_config: Any) -> None:
 
 def is_marked(mm_config: Any) -> bool:
     return getattr(mm_config, _MARK, False)
+
+
+def given_sizes(options: Mapping[str, Any]) -> dict[str, int]:
+    """``min_pixels`` and ``max_pixels`` of a scope of ``mm_processor_kwargs``, without those that it leaves
+    to the checkpoint: two that are given may not contradict each other, one alone may. As in vLLM a number of
+    pixels comes before the edge of ``size`` that stands for it."""
+    size = options.get("size") or {}
+    edges = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
+    asked = {name: size.get(edge) for name, edge in edges.items()}
+    asked |= {name: options[name] for name in edges if options.get(name) is not None}
+    return {name: pixels for name, pixels in asked.items() if pixels is not None}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -60,7 +60,6 @@ def solid(height: int, width: int, level: int = 128) -> bytes:
         (QWEN, {"max_pixels": 0}, "max_pixels is 0, allowed are 1 to 16777216"),
         (QWEN, {"max_pixels": 1 << 25}, "max_pixels is 33554432, allowed are 1 to 16777216"),
         (QWEN, {"min_pixels": 9000, "max_pixels": 8000}, "min_pixels 9000 is above max_pixels 8000"),
-        (QWEN, {"min_pixels": (1 << 20) + 1}, "min_pixels 1048577 is above max_pixels 1048576"),
         (
             QWEN,
             {"max_patches": 5},
@@ -77,6 +76,16 @@ def test_options_out_of_bounds(preprocessor: Preprocessor, given: dict[str, Any]
     options = PreprocessOptions(**given)
     with pytest.raises(InvalidOption, match=text):
         preprocessor.check_options(Modality.IMAGE, options)
+
+
+def test_one_limit_below_the_checkpoints_other_is_taken() -> None:
+    """As in the reference, whose upper limit comes first."""
+    published = QwenVLPreprocessor(QwenVLSettings(16, 2, 2, 65_536, 1 << 24, HALF), LIMITS)
+    low, high = PreprocessOptions(max_pixels=50_176), PreprocessOptions(min_pixels=(1 << 24) - 1)
+    for options in (low, high):
+        published.check_options(Modality.IMAGE, options)
+    assert published.plan_image(480, 640, low).grid == Grid(1, 12, 16)
+    assert published.plan_image(160, 240, low).grid == Grid(1, 14, 20)
 
 
 # Grids

@@ -166,6 +166,7 @@ def test_qwen_missing_settings_are_named(tmp_path: Path, key: str) -> None:
         ({"size": 4096}, r"size = 4096, needs an object"),
         ({"size": {"longest_edge": 4096}}, r"size, lacks shortest_edge"),
         ({"size": {"longest_edge": 4096, "shortest_edge": 8192}}, r"min_pixels = 8192.*max_pixels = 4096"),
+        ({"size": None, "min_pixels": 9, "max_pixels": 8}, r"min_pixels = 9.*max_pixels = 8"),
         ({"image_mean": [0.5, 0.5]}, r"image_mean = \[0.5, 0.5\], needs three finite numbers"),
         ({"image_mean": [0.5, 0.5, "x"]}, r"image_mean"),
         ({"image_std": [0.5, 0.5, 0.0]}, r"image_std.*above 0"),

@@ -8,10 +8,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ipaddress
+import itertools
 import os
+import socket
 import ssl
+import struct
+import threading
 import time
 import timeit
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,6 +38,7 @@ from encoder_service.errors import (
 )
 from encoder_service.ingest import urls
 from encoder_service.ingest.urls import AllowList, CheckedBackend, UrlFetcher, check_address
+from encoder_service.ops.shares import WaitingShares
 from encoder_service.scheduler.admission import Admission
 from encoder_service.types import Modality
 from tests.certificates import Authority
@@ -378,7 +384,7 @@ async def test_a_server_that_sends_byte_by_byte_is_left_in_time() -> None:
     ("answer", "kind"),
     [
         (image(b"<html>", "text/html"), UrlContent),
-        (image(b"x", "application/json; charset=utf-8"), UrlContent),
+        (image(b"{}", "application/json; charset=utf-8"), UrlContent),
         (image(b""), UrlContent),
         (says("HTTP/1.1 404 Not Found\nContent-Length: 0"), UrlContent),
         (says("HTTP/1.1 403 Forbidden\nContent-Length: 0"), UrlContent),
@@ -403,10 +409,76 @@ async def test_clips_have_a_limit_and_types_of_their_own() -> None:
         assert len(await body_of(image(bytes(20_000), kind), Modality.VIDEO)) == 20_000
     with pytest.raises(ClipTooLarge, match="20001 bytes, the limit is 20000"):
         await body_of(image(bytes(20_001), "video/mp4"), Modality.VIDEO)
-    with pytest.raises(UrlContent, match="'text/html', not a clip"):
+    with pytest.raises(UrlContent, match="'text/html', an HTML page, not a clip"):
         await body_of(image(b"<html>", "text/html"), Modality.VIDEO)
-    with pytest.raises(UrlContent, match="'video/mp4', not an image"):
-        await body_of(image(b"x", "video/mp4"), Modality.IMAGE)
+
+
+PNG = b"\x89PNG\r\n\x1a\n" + bytes(20)
+MP4 = b"\0\0\0\x20ftypisom\0\0\2\0isomiso2avc1mp41"
+PAGES = (
+    b"<!DOCTYPE html><html>", b"<html lang=en>", b"\xef\xbb\xbf\r\n <!doctype HTML>", b"<!-- proxy --><html>",
+    b"<HEAD>\n", b"<script>", b"<title>Sign in",
+)  # fmt: skip
+
+
+def labelled(body: bytes, *labels: str) -> Answer:
+    return says("\n".join(["HTTP/1.1 200 OK", f"Content-Length: {len(body)}", *labels]), body)
+
+
+@pytest.mark.parametrize("modality", Modality)
+@pytest.mark.parametrize("body", [PNG, MP4])
+@pytest.mark.parametrize(
+    "labels",
+    [
+        (),
+        ("Content-Type:",),
+        ("Content-Type: application/mp4",),
+        ("Content-Type: Application/X-Matroska",),
+        ("Content-Type: application/x-www-form-urlencoded",),
+        ("content-type: BINARY/octet-stream; charset=UTF-8",),
+        ("Content-Type: application/octetstream",),
+        ("Content-Type: multipart/form-data; boundary=x",),
+        ("Content-Type: video/mp4",),
+        ("Content-Type: image/png",),
+        ("Content-Type: text/plain; charset=utf-8",),
+        ("Content-Type: application/json",),
+        ("Content-Type: image/svg+xml",),
+        ("Content-Type: no type",),
+        ("Content-Encoding: aws-chunked",),
+        ("Content-Encoding: AWS-Chunked, identity",),
+        ("Content-Encoding:",),
+        ("Content-Encoding: utf-8",),
+        ("Content-Encoding: aws-chunked", "Content-Encoding: binary"),
+    ],
+)
+async def test_p58_the_bytes_decide_whatever_the_labels_say(
+    labels: tuple[str, ...], body: bytes, modality: Modality
+) -> None:
+    async with serving(labelled(body, *labels)) as port, fetching(port) as fetcher:
+        assert await fetcher.fetch(f"http://images.test:{port}/a", modality) == body
+
+
+CODINGS = (*words("gzip x-gzip BR deflate zstd compress gzip,aws-chunked"), "aws-chunked, gzip")
+LABELLED_PAGES = itertools.product(PAGES, ("image/png", "application/octet-stream", "", "text/plain"))
+
+
+@pytest.mark.parametrize(
+    ("body", "labels", "text"),
+    [
+        (PNG, ["Content-Type: Text/HTML; charset=utf-8"], "'text/html', an HTML page, not an image"),
+        (PNG, ["Content-Type: application/xhtml+xml"], "an HTML page"),
+        *((page, [f"Content-Type: {kind}"], "an HTML page, not an image") for page, kind in LABELLED_PAGES),
+        (b'{"error": 1}', ["Content-Type: application/problem+json"], "begins with the text b'{\"error"),
+        (b"<?xml version='1.0'?>", ["Content-Type: application/xml"], "'application/xml' and begins"),
+        (b"<svg xmlns='x'/>", ["Content-Type: image/svg+xml"], r"'image/svg\+xml' and begins"),
+        *((PNG, [f"Content-Encoding: {coding}"], "which was not asked for") for coding in CODINGS),
+        (PNG, ["Content-Encoding: zstd", "Content-Encoding: aws-chunked"], "which was not asked for"),
+    ],
+)
+async def test_p58_labels_that_forbid_and_pages_under_any_label(
+    body: bytes, labels: list[str], text: str
+) -> None:
+    await fails(labelled(body, *labels), UrlContent, text)
 
 
 async def test_a_clip_has_longer_than_an_image() -> None:
@@ -480,7 +552,8 @@ async def test_p17_what_arrives_counts_as_content_and_is_refused_when_full() -> 
 async def test_p17_fetches_at_a_time_are_bounded_and_the_cancelled_ones_free_their_place(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(urls, "MAX_FETCHES", 2)
+    """Of 6, a namespace has 4, its images 3, and those of one host 2."""
+    monkeypatch.setattr(urls, "MAX_FETCHES", 6)
     now = most = 0
     two, go_on = asyncio.Event(), asyncio.Event()
 
@@ -505,3 +578,260 @@ async def test_p17_fetches_at_a_time_are_bounded_and_the_cancelled_ones_free_the
         assert await asyncio.gather(*tasks[1:5]) == [b"x"] * 4
         assert most <= 3  # the server may see the cancelled one for a moment longer
         assert await get(fetcher, url) == b"x"
+
+
+# -- shares --------------------------------------------------------------------------------------------
+
+
+@contextlib.asynccontextmanager
+async def held_open(fetcher: UrlFetcher, urls: Iterable[str], *more: Any) -> AsyncIterator[None]:
+    """Fetches that do not end, as far as they get."""
+    tasks = [asyncio.ensure_future(fetcher.fetch(url, *more)) for url in urls]
+    await asyncio.sleep(0.1)
+    yield
+    for task in tasks:
+        task.cancel()
+    ends = await asyncio.gather(*tasks, return_exceptions=True)
+    assert all(isinstance(end, asyncio.CancelledError) for end in ends)
+
+
+async def slow_or_not(lines: list[str], writer: asyncio.StreamWriter) -> None:
+    if "/slow" in lines[0]:
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\nx")
+        await asyncio.Event().wait()
+    await image(PNG)(lines, writer)
+
+
+def uncounted(_: int) -> None:
+    pass
+
+
+@pytest.mark.parametrize("kind", Modality)
+async def test_p51_slow_urls_leave_room_for_other_namespaces_modalities_and_hosts(kind: Modality) -> None:
+    async with (
+        serving(slow_or_not) as port,
+        serving(slow_or_not) as other_port,
+        fetching(
+            port, f"http://files.test:{port}", f"http://*.cdn.test:{port}", f"http://images.test:{other_port}"
+        ) as fetcher,
+    ):
+        slow = [f"http://images.test:{port}/slow{number}" for number in range(64)]
+        other = Modality.VIDEO if kind is Modality.IMAGE else Modality.IMAGE
+        async with held_open(fetcher, slow, kind, uncounted, ("peer", "bad")), asyncio.timeout(2):
+            for server, modality, holder in (
+                (f"images.test:{port}", kind, ("peer", "good")),
+                (f"images.test:{port}", kind, ("elsewhere", "good")),
+                (f"images.test:{port}", kind, ("",)),
+                (f"images.test:{other_port}", kind, ("peer", "bad")),
+                (f"files.test:{port}", kind, ("peer", "bad")),
+                (f"a.cdn.test:{port}", kind, ("peer", "bad")),
+                (f"images.test:{port}", other, ("peer", "bad")),
+            ):
+                assert await fetcher.fetch(f"http://{server}/", modality, uncounted, holder) == PNG
+
+
+async def test_p51_all_hosts_of_a_wildcard_have_one_share() -> None:
+    async with serving(slow_or_not) as port, fetching(port, f"http://*.cdn.test:{port}") as fetcher:
+        slow = [f"http://{number}.cdn.test:{port}/slow" for number in range(64)]
+        async with held_open(fetcher, slow), asyncio.timeout(2):
+            assert await get(fetcher, f"http://images.test:{port}/") == PNG
+
+
+async def test_p51_the_http_client_has_no_queue_of_its_own() -> None:
+    """As many fetches as there are places, with idle connections to other hosts beside them."""
+    hosts = [f"{number}.cdn.test" for number in range(64)]
+    async with serving(slow_or_not) as port, fetching(port, f"http://*.cdn.test:{port}") as fetcher:
+        for host in hosts[:20]:
+            await fetcher.fetch(f"http://{host}:{port}/")
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(fetcher, "_places", WaitingShares(1000))
+            slow = [f"http://{host}:{port}/slow" for host in hosts]
+            async with held_open(fetcher, slow), asyncio.timeout(2):
+                assert await get(fetcher, f"http://images.test:{port}/") == PNG
+
+
+class Names:
+    """Resolves names; those that begin with "lost" when it is told to. asked: of each."""
+
+    def __init__(self) -> None:
+        self.asked: Counter[str] = Counter()
+        self.num_now = self.most = 0
+        self.answered = asyncio.Event()
+
+    async def resolve(self, host: str, port: int) -> Sequence[str]:
+        self.asked[host] += 1
+        self.num_now += 1
+        self.most = max(self.most, self.num_now)
+        if host.startswith("lost"):
+            await self.answered.wait()
+        self.num_now -= 1
+        return ["127.0.0.1"]
+
+
+async def test_p51_names_that_hang_leave_room_for_other_namespaces_and_hosts() -> None:
+    names = Names()
+    async with (
+        serving(slow_or_not) as port,
+        fetching(port, f"http://*.cdn.test:{port}", resolve=names.resolve) as fetcher,
+    ):
+        lost = [f"http://lost{number}.cdn.test:{port}/" for number in range(64)]
+        async with held_open(fetcher, lost, Modality.IMAGE, uncounted, ("peer", "bad")), asyncio.timeout(2):
+            assert names.most <= urls.MAX_LOOKUPS * 3 // 4
+            for host, holder in (("good.cdn.test", ("peer", "good")), ("images.test", ("peer", "bad"))):
+                assert await fetcher.fetch(f"http://{host}:{port}/", holder=holder) == PNG
+
+
+async def test_p51_a_name_is_looked_up_once_at_a_time_for_a_limited_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its thread cannot be ended: it counts until it ends by itself, and the next answer is its."""
+    monkeypatch.setattr(urls, "LOOKUP_TIMEOUT_S", 0.05)
+    names = Names()
+    async with (
+        serving(slow_or_not) as port,
+        fetching(port, f"http://lost.test:{port}", resolve=names.resolve) as fetcher,
+    ):
+        url = f"http://lost.test:{port}/"
+        for _ in range(2):
+            asked = (fetcher.fetch(url, holder=(name,)) for name in "abc")
+            for found in await asyncio.gather(*asked, return_exceptions=True):
+                assert isinstance(found, UrlUnreachable)
+                assert "not resolved within 0.05 s" in str(found)
+        assert (names.asked["lost.test"], names.num_now) == (1, 1)
+        monkeypatch.setattr(urls, "LOOKUP_TIMEOUT_S", 5.0)
+        waiting = asyncio.ensure_future(fetcher.fetch(url))
+        await asyncio.sleep(0)
+        names.answered.set()
+        assert await waiting == PNG
+        assert (names.asked["lost.test"], names.num_now) == (1, 0)
+
+
+async def test_p51_a_waiting_look_up_of_a_full_share_delays_no_other_holder(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Although both ask for the same name."""
+    names = Names()
+    lookups = urls.Lookups(names.resolve)
+    hanging = []
+    for number in range(64):
+        with urls._attempt_of(("bad",)):
+            hanging.append(asyncio.ensure_future(lookups.find(f"lost{number}.test", 80)))
+    with urls._attempt_of(("bad",)):
+        behind = asyncio.ensure_future(lookups.find("good.test", 80))
+    await asyncio.sleep(0)
+    async with asyncio.timeout(2):
+        with urls._attempt_of(("good",)):
+            assert await lookups.find("good.test", 80) == ["127.0.0.1"]
+    assert not behind.done()
+    names.answered.set()
+    await asyncio.gather(*hanging, behind)
+    lookups.close()
+
+
+async def test_p51_no_end_waits_for_a_name_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, answered = threading.Event(), threading.Event()
+
+    def hang(*_: object, **__: object) -> None:
+        asked.set()
+        answered.wait(60)
+        raise OSError("no such name")
+
+    monkeypatch.setattr(socket, "getaddrinfo", hang)
+    async with fetching(80, resolve=None) as fetcher:
+        task = asyncio.ensure_future(fetcher.fetch("http://images.test/"))
+        assert await asyncio.to_thread(asked.wait, 5)
+        assert any(thread.name == "service-look_up" and thread.daemon for thread in threading.enumerate())
+    answered.set()
+    with pytest.raises((UrlUnreachable, asyncio.CancelledError)):
+        await task
+
+
+# -- connections that the server closes ----------------------------------------------------------------
+
+
+class Closing:
+    """A server that answers the first request of each connection, and the next one with ``again`` before it
+    closes. requests: those that came, by connection."""
+
+    def __init__(self, again: bytes = b"", *, is_reset: bool = False, num_whole: int = 1) -> None:
+        self.requests: dict[asyncio.StreamWriter, int] = {}
+        self._again = again
+        self._is_reset = is_reset
+        self._num_whole = num_whole
+
+    async def __call__(self, lines: list[str], writer: asyncio.StreamWriter) -> None:
+        self.requests[writer] = self.requests.get(writer, 0) + 1
+        if self.requests[writer] <= self._num_whole:
+            await image(PNG)(lines, writer)
+            return
+        writer.write(self._again)
+        if self._is_reset:
+            linger = struct.pack("ii", 1, 0)
+            writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+        writer.close()
+
+    @property
+    def counts(self) -> list[int]:
+        return list(self.requests.values())
+
+
+@pytest.mark.parametrize("is_reset", [False, True])
+@pytest.mark.parametrize("scheme", ["http://", "https://"])
+async def test_p56_a_request_on_a_kept_connection_that_the_server_closes_is_sent_again(
+    scheme: str, is_reset: bool, tmp_path: Path
+) -> None:
+    closing, options, context = Closing(is_reset=is_reset), {}, None
+    if scheme == "https://":
+        authority = Authority(tmp_path)
+        context = identity(authority, "images.test")
+        options["tls"] = ssl.create_default_context(cafile=authority.ca)
+    async with serving(closing, context) as port, fetching(port, scheme=scheme, **options) as fetcher:
+        for _ in range(5):
+            assert await get(fetcher, f"{scheme}images.test:{port}/") == PNG
+    assert sum(closing.counts) > 5  # some were sent again
+
+
+async def test_p56_it_is_sent_again_once_and_not_on_another_kept_connection() -> None:
+    closing = Closing()
+    async with serving(closing) as port, fetching(port) as fetcher:
+        url = f"http://images.test:{port}/"
+        await asyncio.gather(*(get(fetcher, url) for _ in range(6)))
+        assert closing.counts == [1] * 6
+        assert await get(fetcher, url) == PNG
+    assert closing.counts == [2, 1, 1, 1, 1, 1, 1]
+
+
+async def test_p56_a_fresh_connection_that_the_server_closes_is_a_failure() -> None:
+    closing = Closing(num_whole=0)
+    async with serving(closing) as port, fetching(port) as fetcher:
+        with pytest.raises(UrlUnreachable):
+            await get(fetcher, f"http://images.test:{port}/")
+    assert closing.counts == [1]
+    closing = Closing()
+    async with serving(closing) as port, fetching(port) as fetcher:
+        await get(fetcher, f"http://images.test:{port}/")
+        closing._num_whole = 0
+        with pytest.raises(UrlUnreachable):
+            await get(fetcher, f"http://images.test:{port}/")
+    assert closing.counts == [2, 1]
+
+
+@pytest.mark.parametrize(
+    "again",
+    [b"H", b"HTTP/1.1 200 OK\r\nContent-Le", b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nab", b"\0garbage"],
+)
+async def test_p56_once_bytes_of_an_answer_have_come_it_is_not_sent_again(again: bytes) -> None:
+    closing = Closing(again)
+    async with serving(closing) as port, fetching(port) as fetcher:
+        await get(fetcher, f"http://images.test:{port}/")
+        with pytest.raises(UrlUnreachable):
+            await get(fetcher, f"http://images.test:{port}/")
+    assert closing.counts == [2]
+
+
+async def test_p56_bytes_of_a_body_are_counted_once() -> None:
+    closing = Closing()
+    async with serving(closing) as port, fetching(port) as fetcher:
+        for _ in range(2):
+            admission = Admission(0, len(PNG))
+            assert await get(fetcher, f"http://images.test:{port}/", admission) == PNG

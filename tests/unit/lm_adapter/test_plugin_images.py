@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import random
 from typing import Any
@@ -9,10 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image, PngImagePlugin
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image, ImageOps, PngImagePlugin
 
 from encoder_service.errors import UndecodableImage
-from encoder_service.ingest.decode import ALLOWED_FORMATS, DecodeLimits, read_size
+from encoder_service.ingest.decode import ALLOWED_FORMATS, DecodeLimits, decode_rgb, read_size
 from lm_adapter.engines.plugin import images
 from lm_adapter.engines.plugin.images import ORIENTATION, TURNED, ImageFile
 from lm_adapter.keys import content_digest
@@ -22,12 +25,17 @@ LIMITS = DecodeLimits(1 << 24, 1 << 24)
 GENERATOR = np.random.default_rng(7)
 
 
+def file_exif(orientation: int) -> bytes:
+    exif = Image.Exif()
+    exif[ORIENTATION] = orientation
+    return exif.tobytes()
+
+
 def file_of(name: str, size: tuple[int, int] = (37, 23), orientation: int = 0) -> bytes:
     """name: of the format. orientation: 0 for none."""
-    exif, out = Image.Exif(), io.BytesIO()
-    if orientation:
-        exif[ORIENTATION] = orientation
-    Image.new("RGB", size, "red").save(out, name, **({"exif": exif} if orientation else {}))
+    out = io.BytesIO()
+    exif = {"exif": file_exif(orientation)} if orientation else {}
+    Image.new("RGB", size, "red").save(out, name, **exif)
     return out.getvalue()
 
 
@@ -120,7 +128,7 @@ def test_p33_data_that_is_no_image_is_a_value_error(name: str) -> None:
 # Pixels ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "I;16"])
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "RGB", "RGBA", "I;16"])
 def test_pixels_of_modes_that_png_has_survive(mode: str) -> None:
     if mode == "I;16":
         image = Image.fromarray(GENERATOR.integers(0, 1 << 16, (5, 7), dtype=np.uint16))
@@ -135,18 +143,122 @@ def test_pixels_of_modes_that_png_has_survive(mode: str) -> None:
     assert found.digest != ImageFile.of_pixels(image.rotate(180)).digest
 
 
-@pytest.mark.parametrize("mode", ["CMYK", "YCbCr", "HSV", "F"])
-def test_pixels_of_other_modes_become_rgb(mode: str) -> None:
-    image = Image.fromarray(pixels_of(5, 7, 3))
-    image = image.convert("L").convert(mode) if mode == "F" else image.convert(mode)
-    found = decoded(ImageFile.of_pixels(image))
-    assert np.array_equal(np.asarray(found), np.asarray(image.convert("RGB")))
+MODES = (
+    "1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "HSV", "LAB", "I", "F",
+    "I;16", "I;16L", "I;16B",
+)  # fmt: skip
+"""Pillow's."""
+# What may be in an image's info: Pillow puts in what a file holds, and leaves it there through conversions.
+TRANSPARENCY = (
+    st.integers(-2, 70_000) | st.binary(max_size=300) | st.tuples(*[st.integers(0, 300)] * 3)
+    | st.floats(0, 9) | st.text(max_size=3) | st.none()
+)  # fmt: skip
+INFO = st.fixed_dictionaries(
+    {},
+    optional={
+        "transparency": TRANSPARENCY,
+        "icc_profile": st.binary(max_size=99) | st.just(GENERATOR.bytes(1_400_000)) | st.none(),
+        "exif": st.integers(0, 9).map(file_exif) | st.binary(max_size=30),
+        "xmp": st.binary(max_size=30),
+        "XML:com.adobe.xmp": st.text(max_size=30),
+        "comment": st.binary(max_size=30) | st.text(max_size=30),
+        "Title": st.text(max_size=3000),
+        "dpi": st.tuples(st.floats(), st.floats()),
+        "gamma": st.floats(),
+        "background": st.integers(0, 300),
+        "default_image": st.booleans(),
+        "duration": st.integers(),
+        "loop": st.integers(),
+    },
+)
 
 
-def test_transparency_survives() -> None:
-    image = Image.new("P", (3, 2))
-    image.info["transparency"] = 0
-    assert decoded(ImageFile.of_pixels(image)).convert("RGBA").getpixel((0, 0)) == (0, 0, 0, 0)
+def in_memory(mode: str, seed: int) -> Image.Image:
+    """Noise, of 7x5 pixels. A palette has fewer colours than its pixels name, and may have alpha."""
+    rng = np.random.default_rng(seed)
+    num_bytes = len(Image.new(mode, (7, 5)).tobytes())
+    values = rng.normal(100, 100, 35).astype("<f4").tobytes() if mode == "F" else rng.bytes(num_bytes)
+    image = Image.frombytes(mode, (7, 5), values)
+    if mode in ("P", "PA"):
+        channels = rng.choice(["RGB", "RGBA"])
+        image.putpalette(rng.bytes(len(channels) * rng.integers(1, 257)), channels)
+    return image
+
+
+def composited(image: Image.Image) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Upright and on white, by Pillow. A transparent colour of another mode counts as none."""
+    with contextlib.suppress(Exception):  # EXIF that cannot be read
+        image = ImageOps.exif_transpose(image)
+    image = image.convert("LA") if image.mode == "La" else image
+    image.info.pop("exif", None)
+    try:
+        above = image.convert("RGBA" if image.has_transparency_data else "RGB").convert("RGBA")
+    except (TypeError, ValueError):
+        image.info.pop("transparency")
+        return composited(image)
+    white = Image.new("RGBA", above.size, "white")
+    return np.asarray(Image.alpha_composite(white, above).convert("RGB"))
+
+
+@given(st.sampled_from(MODES), st.integers(0, 1 << 32), INFO)
+def test_p57_a_file_of_pixels_has_pixels_and_alpha_and_nothing_else(
+    mode: str, seed: int, info: dict[str, Any]
+) -> None:
+    image = in_memory(mode, seed)
+    bare = None if {"transparency", "exif"} & set(info) else ImageFile.of_pixels(image)
+    image.info.update(info)
+    found = ImageFile.of_pixels(image)
+    assert image.info == info or str(image.info) == str(info)  # of the caller; NaN differs from itself
+    assert bare is None or found.data == bare.data
+    assert [kind for kind in chunks(found.data) if kind not in (b"IHDR", b"IDAT", b"IEND")] == []
+    assert np.array_equal(decode_rgb(found.data, LIMITS).numpy(), composited(image.copy()))
+
+
+def chunks(png: bytes) -> list[bytes]:
+    kinds, start = [], 8
+    while start < len(png):
+        kinds.append(png[start + 4 : start + 8])
+        start += 12 + int.from_bytes(png[start : start + 4], "big")
+    return kinds
+
+
+@pytest.mark.parametrize(("name", "mode"), [("GIF", "P"), ("PNG", "RGBA"), ("WEBP", "RGB"), ("TIFF", "CMYK")])
+def test_p57_of_an_animation_the_current_frame_is_taken(name: str, mode: str) -> None:
+    frames, out = [Image.fromarray(pixels_of(5, 7, 4)).convert(mode) for _ in range(3)], io.BytesIO()
+    frames[0].save(out, name, save_all=True, append_images=frames[1:], **({"loop": 0} if mode == "P" else {}))
+    opened = Image.open(out)
+    for number in (0, 2, 1):
+        opened.seek(number)
+        found = ImageFile.of_pixels(opened)
+        opened.seek(number)
+        assert np.array_equal(decode_rgb(found.data, LIMITS).numpy(), composited(opened.copy()))
+        assert not {b"acTL", b"fcTL", b"tEXt"} & set(chunks(found.data))
+
+
+@pytest.mark.parametrize("name", ["PNG", "WEBP", "TIFF"])
+@pytest.mark.parametrize("orientation", range(9))
+def test_p57_an_opened_image_is_turned_as_its_file_is(name: str, orientation: int) -> None:
+    """Pillow itself turns a TIFF when it loads it."""
+    out = io.BytesIO()
+    exif = {"exif": file_exif(orientation)} if orientation else {}
+    more = {"lossless": True} if name == "WEBP" else {}
+    Image.fromarray(pixels_of(5, 7, 3)).save(out, name, **exif, **more)
+    of_file = ImageFile.read(out.getvalue())
+    with Image.open(out) as image:
+        of_pixels = ImageFile.of_pixels(image)
+    assert of_pixels.size == of_file.size == ((5, 7) if orientation in TURNED else (7, 5))
+    found, expected = (decode_rgb(one.data, LIMITS).numpy() for one in (of_pixels, of_file))
+    assert np.array_equal(found, expected)
+
+
+def test_p33_an_image_whose_file_is_cut_is_a_value_error() -> None:
+    """Pillow reads pixels only when they are needed."""
+    for name in ("JPEG", "PNG", "GIF"):
+        out = io.BytesIO()
+        Image.fromarray(pixels_of(64, 64, 3)).save(out, name)
+        cut = Image.open(io.BytesIO(out.getvalue()[: len(out.getvalue()) // 2]))
+        with pytest.raises(ValueError, match="Failed to load image"):
+            ImageFile.of_pixels(cut)
 
 
 @pytest.mark.parametrize("num_channels", [1, 3, 4])

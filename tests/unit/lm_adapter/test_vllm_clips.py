@@ -11,6 +11,7 @@ import pytest
 from lm_adapter.engines.plugin.geometry import Geometry
 from lm_adapter.engines.plugin.reasons import status_of
 from lm_adapter.engines.vllm.clips import ClipFile, sampling_of
+from lm_adapter.engines.vllm.settings import given_sizes
 from lm_adapter.errors import InvalidRequest, InvalidRows, ItemFailed
 from lm_adapter.items import ClipItem, Grid, PreprocessOptions
 from lm_adapter.keys import content_digest
@@ -120,3 +121,18 @@ def test_sampling_options_go_to_the_encoder_within_vllms_bounds(
 def test_options_that_the_encoder_has_not_are_refused(given: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         sampling_of(given, max_fps=30, max_frames=768)
+
+
+def test_sizes_that_a_request_leaves_to_the_checkpoint_are_not_sent() -> None:
+    """The encoder refuses two that contradict each other, and takes one alone."""
+    size = {"shortest_edge": 9, "longest_edge": 5}
+    for options, sizes in (
+        ({}, {}),
+        ({"size": None}, {}),
+        ({"max_pixels": 50_176}, {"max_pixels": 50_176}),
+        ({"size": {"longest_edge": 50_176}}, {"max_pixels": 50_176}),
+        ({"size": size}, {"min_pixels": 9, "max_pixels": 5}),
+        ({"size": size, "max_pixels": 70}, {"min_pixels": 9, "max_pixels": 70}),
+        ({"size": size, "min_pixels": None}, {"min_pixels": 9, "max_pixels": 5}),
+    ):
+        assert given_sizes(options) == sizes

@@ -15,6 +15,7 @@ import torch
 from encoder_service.errors import QueueFull, TransportUnavailable, UnknownKey, UnsupportedContent
 from encoder_service.ingest.identity import content_digest
 from encoder_service.ingest.pixel_segments import PixelSegments, SegmentTensor
+from encoder_service.ops.shares import Holder
 from encoder_service.rpc.item_reader import INLINE_BYTES, ItemReader
 from encoder_service.scheduler.admission import Admission
 from encoder_service.types import DigestOnly, EncodedFile, Item, Modality, PixelValues
@@ -121,14 +122,16 @@ async def test_segments_are_refused_where_none_are_accepted(reader: ItemReader, 
 
 
 class Urls:
-    """Stands for UrlFetcher. fetched: URLs in order, and their modalities."""
+    """Stands for UrlFetcher. fetched: URLs in order, and their modalities and holders."""
 
     def __init__(self) -> None:
         self.fetched: list[str] = []
         self.modalities: list[Modality] = []
+        self.holders: list[Holder] = []
 
-    async def fetch(self, text: str, modality: Modality, count_bytes: Any) -> bytes:
+    async def fetch(self, text: str, modality: Modality, count_bytes: Any, holder: Holder) -> bytes:
         self.fetched.append(text)
+        self.holders.append(holder)
         self.modalities.append(modality)
         count_bytes(4)
         return b"file"
@@ -165,6 +168,13 @@ async def test_a_clips_url_is_fetched_as_a_clip(reader: ItemReader) -> None:
     item = await found.ask(pb.Item(modality=pb.MODALITY_VIDEO, url="http://x/a"), same)
     assert (item.modality, item.content) == (Modality.VIDEO, EncodedFile(b"file"))
     assert urls.modalities == [Modality.VIDEO]
+
+
+async def test_p51_a_url_is_fetched_by_the_callers_share(reader: ItemReader) -> None:
+    found, urls = with_urls(reader)
+    for more in ((), (("peer", "namespace"),)):
+        await found.ask(pb.Item(modality=pb.MODALITY_IMAGE, url="http://x/a"), same, *more)
+    assert urls.holders == [("",), ("peer", "namespace")]
 
 
 async def test_urls_are_refused_where_none_are_accepted(reader: ItemReader) -> None:
