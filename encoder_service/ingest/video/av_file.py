@@ -9,7 +9,12 @@ Rules, and what each follows:
   container's average rate, as in the reference's PyAV reader. If the frames' own times differ from it by more
   than a frame (variable rate), it is the number of frames divided by their duration, as in the reference's
   default reader.
-* Pixels are those of ``VideoFrame.to_ndarray(format="rgb24")``, as in the reference's reader.
+* Pixels are those of ``VideoFrame.to_ndarray(format="rgb24")``, as in the reference's reader. Frames with
+  alpha are composited over white, unless alpha is dropped, as images are (``decode``). FFmpeg's own decoders
+  ignore the alpha of VP8 and VP9 in WebM, so that files that state to have it are decoded by libvpx.
+* Frames that the standards do not show do not count: those before the first key frame in file order, and
+  those behind it that are shown before it and cannot be decoded, because they depend on frames that were cut
+  away (open groups of pictures, RASL pictures). Such a file was cut between two key frames.
 * The display matrix is applied, rounded to the nearest quarter turn, as players do.
 * Damage, a frame whose size differs from the first, and a wanted frame that the decoder leaves out fail the
   clip. Otherwise the rows of a concealed picture would be cached as if they were correct.
@@ -38,10 +43,13 @@ import numpy as np
 import torch
 from av.packet import Packet
 from av.stream import Disposition
+from av.video.codeccontext import VideoCodecContext
 from av.video.frame import VideoFrame
 from av.video.stream import VideoStream
+from PIL import Image
 
 from encoder_service.errors import ClipTooLarge, UndecodableClip
+from encoder_service.ingest.decode import STRIP_BYTES, STRIP_PIXELS, Transparent, to_rgb
 from encoder_service.ingest.video.container import CONTAINER_NAMES, Container
 from encoder_service.ingest.video.source import (
     DEFAULT_SOURCE_FPS,
@@ -60,12 +68,19 @@ CODECS = (
 )  # fmt: skip
 # The decoders whose packets are always in display order.
 IN_DISPLAY_ORDER = frozenset({"vp8", "vp9", "av1", "libdav1d", "mjpeg", "gif"})
+# The decoders that also decode alpha, which WebM files keep beside each frame.
+_ALPHA_DECODERS = {"vp8": "libvpx", "vp9": "libvpx-vp9"}
 # Before version 19, PyAV raises by default for metadata that is not UTF-8.
 LENIENT_METADATA: dict[str, Any] = (
     {"metadata_errors": "replace"} if int(av.__version__.partition(".")[0]) < 19 else {}
 )
 MAX_HIDDEN = 8192  # packets hidden by an edit list; the time of a seek is quadratic in their number
 MAX_THREAD_PIXELS = 1 << 27  # pixels of all frames that a decoder's threads hold
+MAX_LEADING = 256  # frames that are decoded to learn whether they can be; codecs reorder 16
+# Frames that a decoder keeps to predict others from, beside the one that it decodes; levels up to 5.2 of H.264
+# and H.265 allow so many pixels of them.
+_REFERENCES = {"h264": 16, "hevc": 16, "vp8": 4, "vp9": 8, "av1": 8, "libdav1d": 8, "gif": 1, "mjpeg": 0}
+_REFERENCE_PIXELS = 184_320 * 256
 _VP8_SHOWN = 0x10  # bit of a frame's first byte, RFC 6386 section 9.1
 
 
@@ -101,10 +116,11 @@ def plan_runs(packets: Sequence[PacketFact], wanted: Sequence[int]) -> list[Run]
     two key frames may depend on frames before the second one, even if it is stored after that one.
     """
     keys = sorted((packet.pts, place) for place, packet in enumerate(packets) if packet.is_key)
+    first = min((place for _, place in keys), default=0)
     runs: list[Run] = []
     for place in wanted:
         at = bisect.bisect_right(keys, (packets[place].pts, place)) - 1
-        start = min(keys[at][1] if at >= 0 else 0, place)
+        start = min(keys[at][1] if at >= 0 else first, place)
         if runs and start <= runs[-1].last + 1:
             run = runs[-1]
             runs[-1] = Run(run.first, max(run.last, place), (*run.wanted, place))
@@ -116,17 +132,22 @@ def plan_runs(packets: Sequence[PacketFact], wanted: Sequence[int]) -> list[Run]
 class AvFile:
     """A ClipSource for a container that FFmpeg reads."""
 
-    def __init__(self, data: bytes, container: Container, limits: ClipLimits) -> None:
+    def __init__(
+        self, data: bytes, container: Container, limits: ClipLimits, transparent: Transparent = "white"
+    ) -> None:
         """Reads all packets and decodes the first frame, which gives the size and the display matrix. Raises
         UndecodableClip, ClipTooLarge."""
         self._num_bytes = len(data)
         self._name = CONTAINER_NAMES[container]
         self._limits = limits
+        self._transparent = transparent
         self._is_stopped = False
         self._coded_size: tuple[int, int] | None = None  # (width, height) of the first decoded frame
         self._num_planned = 0
         self._packets: list[PacketFact] = []
         self._shown: list[int] = []  # places, in display order
+        self._first = 0  # place of the first key frame
+        self._skipped: frozenset[int] = frozenset()  # places of frames that cannot be decoded
         self._places: dict[tuple[int | None, int | None], int] = {}
         with decoder_errors(self._num_bytes, self._name):
             # The demuxer must not open other files, and no decoder may run before the limits are checked.
@@ -139,6 +160,7 @@ class AvFile:
             )
             try:
                 self._stream = self._choose_stream()
+                self._decoder = self._choose_decoder()
                 self.header = self._read_header()
             except BaseException:
                 self._file.close()
@@ -172,10 +194,19 @@ class AvFile:
             f"the {self._name} file has 0 video streams, needs 1; its streams: {kinds}", streams=kinds
         )
 
+    def _choose_decoder(self) -> VideoCodecContext:
+        own = self._stream.codec_context
+        name = _ALPHA_DECODERS.get(own.name)
+        if name is None or self._transparent == "drop" or self._stream.metadata.get("alpha_mode") != "1":
+            return own
+        decoder = av.CodecContext.create(name, "r")
+        assert isinstance(decoder, VideoCodecContext)
+        return decoder
+
     def _read_header(self) -> ClipHeader:
-        decoder, limits = self._stream.codec_context, self._limits
+        decoder, limits = self._decoder, self._limits
         # Some files state no size. Then the decoder finds it in the first packet, limited by max_pixels.
-        width, height = decoder.width, decoder.height
+        width, height = self._stream.codec_context.width, self._stream.codec_context.height
         num_pixels = width * height or limits.max_frame_pixels
         if width and height:
             check_frame_size(width, height, limits)
@@ -188,6 +219,7 @@ class AvFile:
         check_duration(len(self._shown) / fps, limits)
         first = next(self._coded_frames([0]))
         self._turn = _turn_of(first)
+        self.held_bytes = self._held_bytes(first)
         height, width = first.height, first.width
         if self._turn.swaps_sides:
             height, width = width, height
@@ -217,6 +249,8 @@ class AvFile:
                     f"the {self._name} file has over {MAX_HIDDEN} frames that its edit list hides, the limit",
                     max_hidden=MAX_HIDDEN,
                 )
+        self._first = next((place for place, packet in enumerate(self._packets) if packet.is_key), 0)
+        self._skip_undecodable()
         if not self._shown:
             raise UndecodableClip(f"the {self._name} file's video has 0 frames, needs 1", num_frames=0)
         shown_at = [self._packets[place].pts for place in self._shown]
@@ -226,6 +260,41 @@ class AvFile:
             )
         self._shown.sort(key=lambda place: self._packets[place].pts)
         return self._rate(min(shown_at), max(shown_at), end)
+
+    def _skip_undecodable(self) -> None:
+        """Takes frames that are not shown, because frames that they depend on were cut away, from the list of
+        shown ones. Decodes the frames that follow the first key frame and are shown before it."""
+        start = self._packets[self._first].pts
+        self._shown = [place for place in self._shown if place >= self._first]
+        leading = frozenset(place for place in self._shown if self._packets[place].pts < start)
+        if not leading or len(leading) > MAX_LEADING or self._stream.codec_context.name in IN_DISPLAY_ORDER:
+            return
+        run = Run(self._first, max(leading), ())
+        self._check_cost([run])
+        self._decoder.thread_count = 1  # so that an error is that of the packet just given
+        decoded = set()
+        for packet, place in self._seek(run):
+            packet.pts = place
+            try:
+                decoded |= {frame.pts for frame in self._decoder.decode(packet) if not frame.is_corrupt}
+            except av.error.FFmpegError:
+                if place not in leading:
+                    raise
+        decoded |= {frame.pts for frame in self._decoder.decode(None) if not frame.is_corrupt}
+        self._skipped = leading - decoded
+        self._shown = [place for place in self._shown if place not in self._skipped]
+
+    def _held_bytes(self, frame: VideoFrame) -> int:
+        """Memory of the decoder and of converting one frame at most: frames to predict from, one for each
+        thread, and the copies in RGB. Pictures of a level above 5.2 may exceed it."""
+        num_pixels = frame.width * frame.height
+        planes = sum(plane.buffer_size for plane in frame.planes)
+        most = _REFERENCES.get(self._stream.codec_context.name, 2)
+        references = min(most, max(6, _REFERENCE_PIXELS // num_pixels))
+        converted = 6  # and, with alpha, a strip
+        if self._has_alpha(frame):
+            converted = 11 + STRIP_BYTES * min(num_pixels, STRIP_PIXELS) // num_pixels
+        return planes * (references + 1 + (self._decoder.thread_count or 1)) + converted * num_pixels
 
     def _rate(self, first: int, last: int, end: int) -> float:
         """The frame rate. first, last: pts of the frames shown first and last. end: pts after the last."""
@@ -247,14 +316,14 @@ class AvFile:
     def _check_cost(self, runs: Sequence[Run]) -> None:
         """Raises ClipTooLarge if decoding these runs would exceed the limit of decoded pixels."""
         self._num_planned = sum(run.last - run.first + 1 for run in runs)
-        decoder = self._stream.codec_context
+        stated = self._stream.codec_context
         check_decoded_pixels(
-            self._num_planned, *(self._coded_size or (decoder.width, decoder.height)), self._limits
+            self._num_planned, *(self._coded_size or (stated.width, stated.height)), self._limits
         )
 
     def _decode_runs(self, runs: Sequence[Run]) -> Iterator[VideoFrame]:
         """The wanted frames of all runs. If a run fails, decodes the remaining frames once more from the
-        first packet on, and raises what that raises."""
+        first key frame on, and raises what that raises."""
         num_done = 0
         try:
             for run in runs:
@@ -264,7 +333,7 @@ class AvFile:
             return
         except (av.error.FFmpegError, UndecodableClip):
             wanted = [place for run in runs for place in run.wanted]
-            rest = Run(0, max(run.last for run in runs), tuple(wanted[num_done:]))
+            rest = Run(self._first, max(run.last for run in runs), tuple(wanted[num_done:]))
             if rest == runs[0]:
                 raise
         self._check_cost([*runs, rest])
@@ -292,12 +361,12 @@ class AvFile:
     def _decode(self, run: Run, wanted: frozenset[int]) -> Iterator[VideoFrame]:
         """The frames that the decoder makes of the run's packets. Skips frames that are not wanted and that
         no other frame depends on."""
-        decoder, start = self._stream.codec_context, self._packets[run.first].pts
+        decoder, start = self._decoder, self._packets[run.first].pts
         decoder.flush_buffers()
         for packet, place in self._seek(run):
             if self._is_stopped:
                 break
-            if packet.is_disposable and place not in wanted:
+            if place in self._skipped or (packet.is_disposable and place not in wanted):
                 continue
             # Hidden frames before an open group's first frame depend on frames that were cut away.
             if packet.is_discard and self._packets[place].pts < start:
@@ -342,17 +411,33 @@ class AvFile:
                 found=found,
                 needed=needed,
             )
+        if len(frame.format.components) == 4 and self._stream.codec_context.name == "mjpeg":
+            raise UndecodableClip(
+                f"the {self._name} file's Motion JPEG has 4 components (CMYK), accepted are 1 and 3"
+            )
         return frame
 
     def _upright(self, frames: Iterator[VideoFrame]) -> Iterator[torch.Tensor]:
         with decoder_errors(self._num_bytes, self._name):
             for frame in frames:
-                # threads=1, because by default the conversion starts one thread per core.
-                image_HWC = frame.to_ndarray(format="rgb24", threads=1)
+                image_HWC = self._rgb(frame)
                 if self._turn.swaps_sides:
                     image_HWC = image_HWC.swapaxes(0, 1)
                 image_HWC = image_HWC[:: self._turn.step_y, :: self._turn.step_x]
                 yield torch.from_numpy(np.ascontiguousarray(image_HWC))
+
+    def _rgb(self, frame: VideoFrame) -> np.ndarray:
+        """uint8 [H, W, 3]. threads=1, because by default a conversion starts one thread per core."""
+        if not self._has_alpha(frame):
+            return frame.to_ndarray(format="rgb24", threads=1)
+        image_HWC = frame.to_ndarray(format="rgba", threads=1)
+        if image_HWC[..., 3].min() == 255:
+            return np.ascontiguousarray(image_HWC[..., :3])
+        return to_rgb(Image.fromarray(image_HWC), "white")
+
+    def _has_alpha(self, frame: VideoFrame) -> bool:
+        """Whether the frame is put on white."""
+        return self._transparent != "drop" and any(part.is_alpha for part in frame.format.components)
 
 
 def _pts_of(packet: Packet[VideoStream]) -> int | None:

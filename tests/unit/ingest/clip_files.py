@@ -30,7 +30,7 @@ CODECS: dict[str, tuple[str, str, dict[str, str]]] = {
     "h264.mkv": ("matroska", "libx264", {"preset": "veryfast"}),
     "gif.gif": ("gif", "gif", {}),
 }
-KINDS = (*CODECS, "webp.webp")
+KINDS = tuple(CODECS)
 
 
 def moving(
@@ -73,8 +73,6 @@ def encode(
 ) -> bytes:
     """A file of ``kind``. pts: of each frame, in 1/1000 s, in place of even ones; key_every: frames
     between two key frames; flags: of the MP4 muxer, which writes to a real file then."""
-    if kind == "webp.webp":
-        return webp(frames, round(1000 / fps))
     container, codec, options = CODECS[kind]
     file = io.BytesIO()
     with tempfile.TemporaryDirectory() as folder:
@@ -103,14 +101,6 @@ def encode(
         return target.read_bytes() if isinstance(target, Path) else target.getvalue()
 
 
-def webp(frames: np.ndarray, duration_ms: int | list[int]) -> bytes:
-    """An animated WebP, lossless."""
-    file = io.BytesIO()
-    first, *others = (Image.fromarray(frame) for frame in frames)
-    first.save(file, "WEBP", save_all=True, append_images=others, duration=duration_ms, lossless=True)
-    return file.getvalue()
-
-
 def audio_only(container: str = "mp4") -> bytes:
     """A file with a tone and no pictures."""
     file = io.BytesIO()
@@ -133,13 +123,6 @@ def _add_tone(out: av.container.OutputContainer, seconds: float) -> None:
 
 def decoded(data: bytes) -> np.ndarray:
     """uint8 [T, H, W, 3]: every frame as it is coded, read from the first to the last."""
-    if data[:4] == b"RIFF":
-        image = Image.open(io.BytesIO(data))
-        frames = []
-        for place in range(getattr(image, "n_frames", 1)):
-            image.seek(place)
-            frames.append(np.array(image.convert("RGB")))
-        return np.stack(frames)
     with av.open(io.BytesIO(data)) as file:
         return np.stack([frame.to_ndarray(format="rgb24") for frame in file.decode(video=0)])
 
