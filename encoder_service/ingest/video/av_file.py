@@ -12,9 +12,10 @@ Rules, and what each follows:
 * Pixels are those of ``VideoFrame.to_ndarray(format="rgb24")``, as in the reference's reader. Frames with
   alpha are composited over white, unless alpha is dropped, as images are (``decode``). FFmpeg's own decoders
   ignore the alpha of VP8 and VP9 in WebM, so that files that state to have it are decoded by libvpx.
-* Frames that the standards do not show do not count: those before the first key frame in file order, and
-  those behind it that are shown before it and cannot be decoded, because they depend on frames that were cut
-  away (open groups of pictures, RASL pictures). Such a file was cut between two key frames.
+* Frames that the standards do not show do not count. A file that was cut between two key frames has such
+  frames at its start: those before the first key frame in file order; those behind it that are shown before
+  it and cannot be decoded, because they depend on frames that were cut away (open groups of pictures, RASL
+  pictures); and behind an H.264 recovery point those of an incomplete picture.
 * The display matrix is applied, rounded to the nearest quarter turn, as players do.
 * Damage, a frame whose size differs from the first, and a wanted frame that the decoder leaves out fail the
   clip. Otherwise the rows of a concealed picture would be cached as if they were correct.
@@ -32,7 +33,9 @@ times are in milliseconds).
 from __future__ import annotations
 
 import bisect
+import contextlib
 import io
+import itertools
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
@@ -76,7 +79,9 @@ LENIENT_METADATA: dict[str, Any] = (
 )
 MAX_HIDDEN = 8192  # packets hidden by an edit list; the time of a seek is quadratic in their number
 MAX_THREAD_PIXELS = 1 << 27  # pixels of all frames that a decoder's threads hold
-MAX_LEADING = 256  # frames that are decoded to learn whether they can be; codecs reorder 16
+_BEGINNING = -(1 << 40)  # in units of any time base
+MAX_LEADING = 256  # frames that are decoded to learn whether they can be
+H264_FRAMES = 16  # that a decoder keeps at most
 # Frames that a decoder keeps to predict others from, beside the one that it decodes; levels up to 5.2 of H.264
 # and H.265 allow so many pixels of them.
 _REFERENCES = {"h264": 16, "hevc": 16, "vp8": 4, "vp9": 8, "av1": 8, "libdav1d": 8, "gif": 1, "mjpeg": 0}
@@ -146,8 +151,9 @@ class AvFile:
         self._num_planned = 0
         self._packets: list[PacketFact] = []
         self._shown: list[int] = []  # places, in display order
-        self._first = 0  # place of the first key frame
-        self._skipped: frozenset[int] = frozenset()  # places of frames that cannot be decoded
+        self._first: int | None = None  # place of the first key frame
+        self._starts_at_recovery_point = False
+        self._doubtful: frozenset[int] = frozenset()  # places at which errors are those of a cut
         self._places: dict[tuple[int | None, int | None], int] = {}
         with decoder_errors(self._num_bytes, self._name):
             # The demuxer must not open other files, and no decoder may run before the limits are checked.
@@ -237,20 +243,22 @@ class AvFile:
             if packet.is_corrupt or pts is None:
                 what = "is damaged" if packet.is_corrupt else "has no time"
                 raise UndecodableClip(f"packet {place} of the {self._name} file's video {what}", packet=place)
-            # In a GIF every frame is marked as a key frame, but is drawn over the frame before it.
-            self._packets.append(PacketFact(pts, packet.is_keyframe and (codec != "gif" or not place)))
+            self._packets.append(PacketFact(pts, _is_key(packet, codec, place)))
             self._places[packet.pts, packet.pos] = place
             end = max(end, pts + (packet.duration or 0))
             if not packet.is_discard and not (codec == "vp8" and not bytes(packet)[0] & _VP8_SHOWN):
                 self._shown.append(place)
+            if self._first is None and self._packets[place].is_key:
+                self._first = place
+                self._starts_at_recovery_point = codec == "h264" and _is_recovery_point(packet, self._stream)
             check_num_frames(place + 1, self._limits)
             if codec != "vp8" and place + 1 - len(self._shown) > MAX_HIDDEN:
                 raise ClipTooLarge(
                     f"the {self._name} file has over {MAX_HIDDEN} frames that its edit list hides, the limit",
                     max_hidden=MAX_HIDDEN,
                 )
-        self._first = next((place for place, packet in enumerate(self._packets) if packet.is_key), 0)
-        self._skip_undecodable()
+        if self._first is not None:
+            self._skip_undecodable(self._first)
         if not self._shown:
             raise UndecodableClip(f"the {self._name} file's video has 0 frames, needs 1", num_frames=0)
         shown_at = [self._packets[place].pts for place in self._shown]
@@ -261,28 +269,45 @@ class AvFile:
         self._shown.sort(key=lambda place: self._packets[place].pts)
         return self._rate(min(shown_at), max(shown_at), end)
 
-    def _skip_undecodable(self) -> None:
+    def _skip_undecodable(self, first: int) -> None:
         """Takes frames that are not shown, because frames that they depend on were cut away, from the list of
-        shown ones. Decodes the frames that follow the first key frame and are shown before it."""
-        start = self._packets[self._first].pts
-        self._shown = [place for place in self._shown if place >= self._first]
+        shown ones. Decodes the frames that follow the first key frame and are shown before it, and from an
+        H.264 recovery point on until a frame comes."""
+        codec, start = self._stream.codec_context.name, self._packets[first].pts
+        self._shown = [place for place in self._shown if place >= first]
         leading = frozenset(place for place in self._shown if self._packets[place].pts < start)
-        if not leading or len(leading) > MAX_LEADING or self._stream.codec_context.name in IN_DISPLAY_ORDER:
+        if codec in IN_DISPLAY_ORDER or len(leading) > MAX_LEADING:
             return
-        run = Run(self._first, max(leading), ())
+        if leading:
+            last = max(leading)
+            decoded = self._try(Run(first, last, ()), leading)
+            undecodable = leading - decoded
+            self._shown = [place for place in self._shown if place not in undecodable]
+            # The frames behind them may tell the decoder to release frames that were cut away.
+            behind = range(last, last + 1 + (H264_FRAMES if undecodable and codec == "h264" else 0))
+            self._doubtful = undecodable.union(behind) - {first}
+        elif self._starts_at_recovery_point:
+            last = min(len(self._packets) - 1, first + MAX_LEADING)
+            decoded = self._try(Run(first, last, ()), frozenset(), until_frame=True)
+            start = min((self._packets[place].pts for place in decoded), default=start)
+            self._shown = [place for place in self._shown if self._packets[place].pts >= start]
+
+    def _try(self, run: Run, doubtful: frozenset[int], *, until_frame: bool = False) -> set[int]:
+        """The places in the run whose frames the decoder gives, or of its first frame. Raises UndecodableClip
+        for damage outside of the doubtful places."""
         self._check_cost([run])
         self._decoder.thread_count = 1  # so that an error is that of the packet just given
-        decoded = set()
+        decoded: set[int] = set()
         for packet, place in self._seek(run):
             packet.pts = place
             try:
                 decoded |= {frame.pts for frame in self._decoder.decode(packet) if not frame.is_corrupt}
             except av.error.FFmpegError:
-                if place not in leading:
+                if place not in doubtful:
                     raise
-        decoded |= {frame.pts for frame in self._decoder.decode(None) if not frame.is_corrupt}
-        self._skipped = leading - decoded
-        self._shown = [place for place in self._shown if place not in self._skipped]
+            if decoded and until_frame:
+                return decoded
+        return decoded | {frame.pts for frame in self._decoder.decode(None) if not frame.is_corrupt}
 
     def _held_bytes(self, frame: VideoFrame) -> int:
         """Memory of the decoder and of converting one frame at most: frames to predict from, one for each
@@ -333,7 +358,7 @@ class AvFile:
             return
         except (av.error.FFmpegError, UndecodableClip):
             wanted = [place for run in runs for place in run.wanted]
-            rest = Run(self._first, max(run.last for run in runs), tuple(wanted[num_done:]))
+            rest = Run(self._first or 0, max(run.last for run in runs), tuple(wanted[num_done:]))
             if rest == runs[0]:
                 raise
         self._check_cost([*runs, rest])
@@ -366,15 +391,17 @@ class AvFile:
         for packet, place in self._seek(run):
             if self._is_stopped:
                 break
-            if place in self._skipped or (packet.is_disposable and place not in wanted):
+            if packet.is_disposable and place not in wanted:
                 continue
             # Hidden frames before an open group's first frame depend on frames that were cut away.
             if packet.is_discard and self._packets[place].pts < start:
                 continue
             packet.pts = place
             decoder.skip_frame = "DEFAULT" if place in wanted else "NONREF"
-            for frame in decoder.decode(packet):
-                yield self._checked(frame)
+            # What cannot be decoded is given to the decoder all the same, because it counts frames.
+            with contextlib.suppress(*((av.error.FFmpegError,) if place in self._doubtful else ())):
+                for frame in decoder.decode(packet):
+                    yield self._checked(frame)
         decoder.skip_frame = "DEFAULT"
         for frame in decoder.decode(None):
             yield self._checked(frame)
@@ -382,19 +409,31 @@ class AvFile:
     def _seek(self, run: Run) -> Iterator[tuple[Packet[VideoStream], int]]:
         """The run's packets with their places, in file order. Raises UndecodableClip if the seek lands after
         the first one."""
-        self._file.seek(self._packets[run.first].pts, stream=self._stream)
         is_started = False
-        for packet in self._file.demux(self._stream):
+        for packet in self._packets_from(run.first):
             place = self._places.get((packet.pts, packet.pos))
             if place is None or not (is_started or place <= run.first):
-                raise UndecodableClip(
-                    f"the {self._name} file's index leads past its frame at packet {run.first}"
-                )
+                break
             if place >= run.first:
                 is_started = True
                 yield packet, place
             if place == run.last:
                 return
+        raise UndecodableClip(
+            f"the {self._name} file's index leads past its frame at packet {run.first}"
+        )
+
+    def _packets_from(self, first: int) -> Iterator[Packet[VideoStream]]:
+        """The packets from one at or before the place on. Some demuxers cannot seek in a file that starts
+        between two key frames; it is read from its beginning then."""
+        for pts, any_frame in ((self._packets[first].pts, False), (_BEGINNING, True)):
+            with contextlib.suppress(av.error.PermissionError):
+                self._file.seek(pts, stream=self._stream, any_frame=any_frame)
+                packets = self._file.demux(self._stream)
+                packet = next(packets)
+                if any_frame or self._places.get((packet.pts, packet.pos), first + 1) <= first:
+                    return itertools.chain([packet], packets)
+        return iter(())
 
     def _checked(self, frame: VideoFrame) -> VideoFrame:
         """Returns the frame. Raises UndecodableClip if its size differs from that of the first frame, which
@@ -438,6 +477,32 @@ class AvFile:
     def _has_alpha(self, frame: VideoFrame) -> bool:
         """Whether the frame is put on white."""
         return self._transparent != "drop" and any(part.is_alpha for part in frame.format.components)
+
+
+def _is_key(packet: Packet[VideoStream], codec: str, place: int) -> bool:
+    """Whether decoding can start at the packet."""
+    if codec == "gif":  # every frame is marked as a key frame, but is drawn over the frame before it
+        return place == 0
+    if codec in ("mpeg1video", "mpeg2video"):
+        # QuickTime files mark none, which marks all. A picture's header has its type (ISO/IEC 13818-2, 6.2.3).
+        _, found, picture = bytes(packet).partition(b"\0\0\1\0")
+        return packet.is_keyframe and (not found or picture[1:2] == b"" or picture[1] >> 3 & 7 == 1)
+    return packet.is_keyframe
+
+
+def _is_recovery_point(packet: Packet[VideoStream], stream: VideoStream) -> bool:
+    """Whether an H.264 packet, in the form of MP4 and Matroska, has a recovery point message, as where a picture
+    begins to be refreshed bit by bit (ITU-T H.264, 7.3.1 and D.1.8; ISO/IEC 14496-15, 5.3.3.1)."""
+    settings, data = stream.codec_context.extradata or b"", bytes(packet)
+    if len(settings) < 5 or settings[0] != 1:
+        return False
+    width, at = (settings[4] & 3) + 1, 0
+    while at + width + 2 <= len(data):
+        unit = data[at + width : at + width + 2]
+        if unit[0] & 31 == 6 and unit[1] == 6:
+            return True
+        at += width + int.from_bytes(data[at : at + width], "big")
+    return False
 
 
 def _pts_of(packet: Packet[VideoStream]) -> int | None:
