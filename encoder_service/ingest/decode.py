@@ -70,7 +70,7 @@ _ROWS_PER_STRIP = 278
 STRIP_PIXELS = 1 << 18  # converted to RGB at once
 STRIP_BYTES = 24  # a pixel of a strip: alpha over white takes six copies
 _FIXED_BYTES = 1 << 18  # tables and states of a decoder
-_FILE_COPIES = {"PNG": 1, "WEBP": 2, "AVIF": 1}  # copies of the file's bytes
+_FILE_COPIES = {"PNG": 1, "WEBP": 2, "AVIF": 1, "TIFF": 1}  # copies of the file's bytes
 _PYTHON_CODECS = frozenset({"ppm", "ppm_plain", "bmp_rle", "qoi", "SGI16"})
 
 
@@ -115,12 +115,14 @@ def _cause(error: Exception) -> str:
     text = str(error)
     if checksum := re.search(r"bad header checksum in b'(.+)'", text):
         return f"its chunk {checksum[1]} has a wrong checksum"
+    if chunk := re.search(r"broken PNG file \(chunk b(.+)\)", text):
+        return f"where a chunk should begin is no name of one but {chunk[1]}"
     if isinstance(error, MemoryError):
         return "decoding it takes more memory than the decoder may use"
-    # Texts that name a type, a variable or a Python function say nothing about the file.
-    if not text or isinstance(error, (TypeError, KeyError, IndexError, AttributeError)):
-        return f"its contents are invalid ({type(error).__name__}{': ' * bool(text)}{text})"
-    return text
+    # Plugins raise these texts about the file. Other types of exceptions name variables and functions.
+    if type(error) in (OSError, SyntaxError, ValueError, EOFError) and " " in text and "literal" not in text:
+        return text
+    return f"its contents are invalid ({type(error).__name__})"
 
 
 def _format_of(data: bytes) -> str:
@@ -128,9 +130,10 @@ def _format_of(data: bytes) -> str:
     prefix = data[:16]
     for name in _OPENABLE:
         accepts = Image.OPEN[name][1]
-        if name not in ("TGA", "DIB", "PCX") and accepts is not None and accepts(prefix) is True:
-            if name != "AVIF" or "AVIF" in (image_brand(data) or ""):  # else HEIF of another coding
-                return name
+        has_signature = name not in ("TGA", "DIB", "PCX") and accepts is not None and accepts(prefix) is True
+        # Pillow takes all HEIF files for AVIF.
+        if has_signature and (name != "AVIF" or "AVIF" in (image_brand(data) or "")):
+            return name
     described = format_name(data)
     if described is None:
         # Formats without a signature of their own.
@@ -186,8 +189,9 @@ def _decoded_bytes(data: bytes, image: Image.Image) -> int:
     pixel are those of the decoders' own buffers; ``tests/unit/ingest/test_memory.py`` measures them."""
     num_pixels = image.width * image.height
     stored = {"1": 1, "L": 1, "P": 1, "I;16": 2, "I;16B": 2, "I;16L": 2}.get(image.mode, 4)
-    format_name, codec = image.format or "", image.tile[0][0] if image.tile else ""
-    match format_name:
+    tiles = getattr(image, "tile", [])
+    codec, kind = tiles[0][0] if tiles else "", image.format or ""
+    match kind:
         case "JPEG" | "MPO":
             decoder = coefficient_bytes(data, image)
         case "WEBP":  # two canvases, and the frame as bytes
@@ -197,8 +201,7 @@ def _decoded_bytes(data: bytes, image: Image.Image) -> int:
         case "JPEG2000":  # 32 bits a component
             decoder = (4 * len(image.getbands()) + 3) * num_pixels
         case "TIFF" if codec == "libtiff":  # one strip or tile
-            rows = min(image.height, int(image.tag_v2.get(_ROWS_PER_STRIP, image.height)))  # type: ignore[attr-defined]
-            decoder = 8 * image.width * rows
+            decoder = 8 * image.width * _rows_per_strip(image)
         case _:  # decoders written in Python collect all pixels, in memory that grows, and copy them
             decoder = (3 * stored if codec in _PYTHON_CODECS else 1) * num_pixels
     if decodes_alone(image):
@@ -207,7 +210,12 @@ def _decoded_bytes(data: bytes, image: Image.Image) -> int:
         strip = STRIP_BYTES * min(num_pixels, STRIP_PIXELS)
         loaded = (stored + 3) * num_pixels + decoder + strip
     turned = 6 * num_pixels  # by an orientation
-    return max(loaded + _FIXED_BYTES, turned) + _FILE_COPIES.get(format_name, 0) * len(data)
+    return max(loaded + _FIXED_BYTES, turned) + _FILE_COPIES.get(kind, 0) * len(data)
+
+
+def _rows_per_strip(image: Image.Image) -> int:
+    tags = getattr(image, "tag_v2", {})
+    return min(image.height, int(tags.get(_ROWS_PER_STRIP, image.height)))
 
 
 class ImageHeader(NamedTuple):

@@ -94,7 +94,9 @@ def image_brand(data: bytes, start: int = 0) -> str | None:
     name = _IMAGE_BRANDS.get(brands[0]) if brands else None
     # The brands of all HEIF files; another one tells the coding.
     if name and brands[0] in (b"mif1", b"mif2", b"mif3", b"msf1", b"miaf"):
-        name = next((_IMAGE_BRANDS[brand] for brand in brands if _IMAGE_BRANDS.get(brand, name) != name), name)
+        name = next(
+            (_IMAGE_BRANDS[brand] for brand in brands if _IMAGE_BRANDS.get(brand, name) != name), name
+        )
     return name
 
 

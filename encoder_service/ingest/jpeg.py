@@ -44,8 +44,9 @@ def decode_jpeg(data: bytes, opened: Image.Image) -> np.ndarray | None:
 def coefficient_bytes(data: bytes, opened: Image.Image) -> int:
     """What libjpeg keeps of a file of several scans, progressive or not, beside its pixels: all coefficients,
     16 bits each. opened: the file as opened by Pillow, which stops at the first scan."""
-    layers = getattr(opened, "layer", [])  # (identity, horizontal and vertical factor, table) of each component
-    fp = opened.fp
+    # (identity, horizontal and vertical factor, table) of each component
+    layers: list[tuple[int, int, int, int]] = getattr(opened, "layer", [])
+    fp = getattr(opened, "fp", None)
     if not layers or fp is None:
         return 0
     # The first scan's header ends where Pillow stopped: it counts its components, then lists them.

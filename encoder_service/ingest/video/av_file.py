@@ -37,7 +37,7 @@ import contextlib
 import io
 import itertools
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -82,9 +82,9 @@ MAX_THREAD_PIXELS = 1 << 27  # pixels of all frames that a decoder's threads hol
 _BEGINNING = -(1 << 40)  # in units of any time base
 MAX_LEADING = 256  # frames that are decoded to learn whether they can be
 H264_FRAMES = 16  # that a decoder keeps at most
-# Frames that a decoder keeps to predict others from, beside the one that it decodes; levels up to 5.2 of H.264
-# and H.265 allow so many pixels of them.
-_REFERENCES = {"h264": 16, "hevc": 16, "vp8": 4, "vp9": 8, "av1": 8, "libdav1d": 8, "gif": 1, "mjpeg": 0}
+# Frames that a decoder keeps to predict others from, beside the one that it decodes; levels up to 5.2 of
+# H.264 and H.265 allow so many pixels of them.
+_REFERENCES = {"h264": 16, "hevc": 16, "vp8": 4, "vp9": 8, "av1": 8, "libdav1d": 8, "gif": 2, "mjpeg": 0}
 _REFERENCE_PIXELS = 184_320 * 256
 _VP8_SHOWN = 0x10  # bit of a frame's first byte, RFC 6386 section 9.1
 
@@ -275,20 +275,20 @@ class AvFile:
         H.264 recovery point on until a frame comes."""
         codec, start = self._stream.codec_context.name, self._packets[first].pts
         self._shown = [place for place in self._shown if place >= first]
-        leading = frozenset(place for place in self._shown if self._packets[place].pts < start)
-        if codec in IN_DISPLAY_ORDER or len(leading) > MAX_LEADING:
+        near = range(first + 1, min(len(self._packets), first + 1 + MAX_LEADING))
+        early = frozenset(place for place in near if self._packets[place].pts < start)
+        leading = early.intersection(self._shown)
+        if codec in IN_DISPLAY_ORDER or not (leading or self._starts_at_recovery_point):
             return
         if leading:
-            last = max(leading)
-            decoded = self._try(Run(first, last, ()), leading)
+            decoded = self._try(Run(first, max(leading), ()), early)
             undecodable = leading - decoded
             self._shown = [place for place in self._shown if place not in undecodable]
             # The frames behind them may tell the decoder to release frames that were cut away.
-            behind = range(last, last + 1 + (H264_FRAMES if undecodable and codec == "h264" else 0))
-            self._doubtful = undecodable.union(behind) - {first}
-        elif self._starts_at_recovery_point:
-            last = min(len(self._packets) - 1, first + MAX_LEADING)
-            decoded = self._try(Run(first, last, ()), frozenset(), until_frame=True)
+            num_behind = H264_FRAMES if undecodable and codec == "h264" else 0
+            self._doubtful = undecodable.union(range(max(leading) + 1, max(leading) + 1 + num_behind))
+        else:
+            decoded = self._try(Run(first, near[-1] if near else first, ()), early, until_frame=True)
             start = min((self._packets[place].pts for place in decoded), default=start)
             self._shown = [place for place in self._shown if self._packets[place].pts >= start]
 
@@ -301,24 +301,24 @@ class AvFile:
         for packet, place in self._seek(run):
             packet.pts = place
             try:
-                decoded |= {frame.pts for frame in self._decoder.decode(packet) if not frame.is_corrupt}
+                decoded |= set(_sound_places(self._decoder.decode(packet)))
             except av.error.FFmpegError:
                 if place not in doubtful:
                     raise
             if decoded and until_frame:
-                return decoded
-        return decoded | {frame.pts for frame in self._decoder.decode(None) if not frame.is_corrupt}
+                break
+        return decoded | set(_sound_places(self._decoder.decode(None)))
 
     def _held_bytes(self, frame: VideoFrame) -> int:
         """Memory of the decoder and of converting one frame at most: frames to predict from, one for each
         thread, and the copies in RGB. Pictures of a level above 5.2 may exceed it."""
         num_pixels = frame.width * frame.height
         planes = sum(plane.buffer_size for plane in frame.planes)
-        most = _REFERENCES.get(self._stream.codec_context.name, 2)
+        most = _REFERENCES.get(self._stream.codec_context.name, 3)
         references = min(most, max(6, _REFERENCE_PIXELS // num_pixels))
-        converted = 6  # and, with alpha, a strip
+        converted = 9  # two copies, and the frame before; with alpha also RGBA twice, and a strip
         if self._has_alpha(frame):
-            converted = 11 + STRIP_BYTES * min(num_pixels, STRIP_PIXELS) // num_pixels
+            converted = 14 + STRIP_BYTES * min(num_pixels, STRIP_PIXELS) // num_pixels
         return planes * (references + 1 + (self._decoder.thread_count or 1)) + converted * num_pixels
 
     def _rate(self, first: int, last: int, end: int) -> float:
@@ -419,9 +419,7 @@ class AvFile:
                 yield packet, place
             if place == run.last:
                 return
-        raise UndecodableClip(
-            f"the {self._name} file's index leads past its frame at packet {run.first}"
-        )
+        raise UndecodableClip(f"the {self._name} file's index leads past its frame at packet {run.first}")
 
     def _packets_from(self, first: int) -> Iterator[Packet[VideoStream]]:
         """The packets from one at or before the place on. Some demuxers cannot seek in a file that starts
@@ -479,30 +477,36 @@ class AvFile:
         return self._transparent != "drop" and any(part.is_alpha for part in frame.format.components)
 
 
+def _sound_places(frames: Iterable[VideoFrame]) -> Iterator[int]:
+    return (frame.pts for frame in frames if frame.pts is not None and not frame.is_corrupt)
+
+
 def _is_key(packet: Packet[VideoStream], codec: str, place: int) -> bool:
     """Whether decoding can start at the packet."""
     if codec == "gif":  # every frame is marked as a key frame, but is drawn over the frame before it
         return place == 0
     if codec in ("mpeg1video", "mpeg2video"):
-        # QuickTime files mark none, which marks all. A picture's header has its type (ISO/IEC 13818-2, 6.2.3).
+        # QuickTime files mark none, which marks all. A picture's header tells (ISO/IEC 13818-2, 6.2.3).
         _, found, picture = bytes(packet).partition(b"\0\0\1\0")
         return packet.is_keyframe and (not found or picture[1:2] == b"" or picture[1] >> 3 & 7 == 1)
     return packet.is_keyframe
 
 
 def _is_recovery_point(packet: Packet[VideoStream], stream: VideoStream) -> bool:
-    """Whether an H.264 packet, in the form of MP4 and Matroska, has a recovery point message, as where a picture
-    begins to be refreshed bit by bit (ITU-T H.264, 7.3.1 and D.1.8; ISO/IEC 14496-15, 5.3.3.1)."""
+    """Whether an H.264 packet, in the form of MP4 and Matroska, has a recovery point message and no IDR
+    picture, as where a picture begins to be refreshed bit by bit (ITU-T H.264, 7.3.1 and D.1.8; ISO/IEC
+    14496-15, 5.3.3.1)."""
     settings, data = stream.codec_context.extradata or b"", bytes(packet)
     if len(settings) < 5 or settings[0] != 1:
         return False
-    width, at = (settings[4] & 3) + 1, 0
+    width, at, has_message = (settings[4] & 3) + 1, 0, False
     while at + width + 2 <= len(data):
         unit = data[at + width : at + width + 2]
-        if unit[0] & 31 == 6 and unit[1] == 6:
-            return True
+        if unit[0] & 31 == 5:
+            return False  # a whole picture
+        has_message |= unit[0] & 31 == 6 and unit[1] == 6
         at += width + int.from_bytes(data[at : at + width], "big")
-    return False
+    return has_message
 
 
 def _pts_of(packet: Packet[VideoStream]) -> int | None:

@@ -3,8 +3,8 @@
 Boxes are walked as FFmpeg's demuxer walks them (``libavformat/mov.c``), so that what it would allocate is
 counted and nothing else: text in metadata is not structure. It descends into the same boxes at any level,
 also into a track's ``udta`` and ``meta``, cuts a box to its parent, and reads a table's counts even where the
-box is too short for them. It never descends into ``mdat``, ``free``, ``skip``, ``uuid``, or into a box that it
-does not know. Nothing here decodes.
+box is too short for them. It never descends into ``mdat``, ``free``, ``skip``, ``uuid``, or into a box that
+it does not know. Nothing here decodes.
 """
 
 from __future__ import annotations
@@ -41,7 +41,11 @@ class Box(NamedTuple):
 def boxes(data: bytes, start: int, end: int) -> Iterator[Box]:
     """The boxes between two offsets, each cut to the end; stops at one whose size cannot be right."""
     while start + 8 <= end:
-        header, size, kind = start, int.from_bytes(data[start : start + 4], "big"), data[start + 4 : start + 8]
+        header, size, kind = (
+            start,
+            int.from_bytes(data[start : start + 4], "big"),
+            data[start + 4 : start + 8],
+        )
         start += 8
         if size == 1 and start + 8 <= end:
             size = int.from_bytes(data[start : start + 8], "big") - 8
@@ -54,6 +58,22 @@ def boxes(data: bytes, start: int, end: int) -> Iterator[Box]:
         stop = min(end, stated_end)
         yield Box(kind, header, start, stop, stated_end)
         start = stop
+
+
+def outer_end(data: bytes) -> int:
+    """The offset at which the last of the outermost boxes with pictures or their tables states that it ends.
+    Raises ClipTooLarge for too many boxes."""
+    end = 0
+    for num_boxes, box in enumerate(boxes(data, 0, len(data))):
+        _check_number(num_boxes)
+        if box.kind in (b"mdat", b"moof", b"moov"):
+            end = max(end, box.stated_end)
+    return end
+
+
+def _check_number(num_boxes: int) -> None:
+    if num_boxes > MAX_BOXES:
+        raise ClipTooLarge(f"the MP4 file has over {MAX_BOXES} boxes, the limit", max_boxes=MAX_BOXES)
 
 
 def check_tables(data: bytes, max_source_frames: int) -> None:
@@ -92,8 +112,7 @@ class _Walk:
 
     def _visit(self, box: Box, parents: tuple[bytes, ...]) -> None:
         self._num_boxes += 1
-        if self._num_boxes > MAX_BOXES:
-            raise ClipTooLarge(f"the MP4 file has over {MAX_BOXES} boxes, the limit", max_boxes=MAX_BOXES)
+        _check_number(self._num_boxes)
         if box.kind == b"cmov":
             raise UndecodableClip("the MP4 file's header is compressed, which is not supported")
         if box.kind == b"ftyp" and (name := image_brand(self._data, box.header)):
@@ -114,7 +133,7 @@ class _Walk:
         if box.kind in _PARENTS:
             yield box.start, box.end
         elif box.kind == b"meta":
-            # In QuickTime files boxes follow at once, in others behind four bytes. The demuxer looks for hdlr.
+            # In QuickTime files boxes follow at once, in others behind four bytes: the demuxer seeks hdlr.
             at = self._data.find(b"hdlr", box.start, box.end)
             while at >= 0 and (at - box.start) % 4:
                 at = self._data.find(b"hdlr", at + 1, box.end)
@@ -190,5 +209,7 @@ def _palette_bytes(data: bytes, start: int) -> int:
     bits, palette = data[start + 1 : start + 2], data[start + 2 : start + 4]
     if not bits or bits[0] & 31 not in (1, 2, 4, 8) or bits[0] & 32 or palette != b"\0\0":
         return 0
-    first, last = (int.from_bytes(data[at : at + size], "big") for at, size in ((start + 4, 4), (start + 10, 2)))
+    first, last = (
+        int.from_bytes(data[at : at + size], "big") for at, size in ((start + 4, 4), (start + 10, 2))
+    )
     return 8 + 8 * max(0, last - first + 1) if first <= 255 and last <= 255 else 8

@@ -30,7 +30,7 @@ from encoder_service.ingest.decode import Transparent
 from encoder_service.ingest.resize import resize_and_pad, resize_bytes
 from encoder_service.ingest.settings import MoonViTVideoSettings, QwenVideoSettings
 from encoder_service.ingest.video.boxes import check_tables
-from encoder_service.ingest.video.container import check_whole, container_of
+from encoder_service.ingest.video.container import check_whole, container_of, gif_pictures
 from encoder_service.ingest.video.source import ClipHeader, ClipLimits, ClipSource, FramesClip
 from encoder_service.types import EncodedFile, FrameArray, FrameItem, Grid, PreprocessOptions
 
@@ -50,6 +50,8 @@ def open_source(data: bytes, limits: ClipLimits, transparent: Transparent = "whi
     check_whole(data, container)
     if container == "mov":
         check_tables(data, limits.max_source_frames)
+    if container == "gif":
+        data = gif_pictures(data)
     # Imported here, because PyAV loads slowly and a service that only sees images does not need it.
     from encoder_service.ingest.video.av_file import AvFile
 

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from encoder_service.errors import UndecodableClip
 from encoder_service.ingest.headers import brands_of, format_name, image_brand
-from encoder_service.ingest.video.boxes import boxes
+from encoder_service.ingest.video.boxes import outer_end
 
 Container: TypeAlias = Literal["mov", "matroska", "gif"]
 # From FFmpeg's name of the demuxer to the name in error messages.
@@ -27,9 +27,10 @@ _FIRST_BOXES = frozenset({b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip", 
 _FILM_BRANDS = frozenset(
     brand.ljust(4)
     for brand in (
-        b"isom iso2 iso3 iso4 iso5 iso6 iso7 iso8 iso9 isoa isob isoc mp41 mp42 mp71 mp21 avc1 avc2 avc3 avc4 "
-        b"hvc1 hev1 av01 vp08 vp09 qt M4V M4VH M4VP M4A M4P F4V F4P f4v dash msdh msix cmfc cmf2 cmfs cmff cmfl "
-        b"piff isml dby1 XAVC MSNV mmp4 CAEP niko pana kddi NDSC NDSH NDSM NDSP NDSS NDXC NDXH NDXM NDXP NDXS"
+        b"isom iso2 iso3 iso4 iso5 iso6 iso7 iso8 iso9 isoa isob isoc mp41 mp42 mp71 mp21 avc1 avc2 avc3 "
+        b"avc4 hvc1 hev1 av01 vp08 vp09 qt M4V M4VH M4VP M4A M4P F4V F4P f4v dash msdh msix cmfc cmf2 cmfs "
+        b"cmff cmfl piff isml dby1 XAVC MSNV mmp4 CAEP niko pana kddi NDSC NDSH NDSM NDSP NDSS NDXC NDXH "
+        b"NDXM NDXP NDXS"
     ).split()
 )
 _EBML, _SEGMENT, _DOC_TYPE = 0x1A45DFA3, 0x18538067, 0x4282
@@ -64,14 +65,15 @@ def _holds_film(data: bytes) -> bool:
 
 
 def check_whole(data: bytes, container: Container) -> None:
-    """Raises UndecodableClip for a file that is shorter than it states."""
+    """Raises UndecodableClip for a file that is shorter than it states, ClipTooLarge for an MP4 file with too
+    many boxes."""
     match container:
         case "mov":
-            needed = _mov_end(data)
+            needed = outer_end(data)
         case "matroska":
             needed = _matroska_end(data)
         case "gif":
-            needed = _gif_end(data)
+            needed, _ = _gif_ends(data)
     if needed > len(data):
         raise UndecodableClip(
             f"the {CONTAINER_NAMES[container]} file is truncated: it has {len(data)} bytes, needs at least "
@@ -81,35 +83,36 @@ def check_whole(data: bytes, container: Container) -> None:
         )
 
 
-def _mov_end(data: bytes) -> int:
-    """The offset at which the last of the outermost boxes with pictures or their tables states that it ends."""
-    end = 0
-    for box in boxes(data, 0, len(data)):
-        if box.kind in (b"mdat", b"moof", b"moov"):
-            end = max(end, box.stated_end)
-    return end
+def gif_pictures(data: bytes) -> bytes:
+    """A whole GIF up to its last picture, with a trailer. FFmpeg takes extensions behind it for a picture."""
+    _, end = _gif_ends(data)
+    return data if data[end : end + 1] == b";" else data[:end] + b";"
 
 
-def _gif_end(data: bytes) -> int:
-    """The offset after a GIF's last block. A file that ends between two blocks is whole, as for browsers; of
-    one that ends within a block, an offset beyond the data (GIF89a, sections 15 and 18 to 27)."""
+def _gif_ends(data: bytes) -> tuple[int, int]:
+    """The offsets after a GIF's last block and after its last picture. A file that ends between two blocks is
+    whole, as for browsers; of one that ends within a block, the first offset is beyond the data (GIF89a,
+    sections 15 and 18 to 27)."""
 
     def table_bytes(place: int) -> int:
         flags = data[place] if place < len(data) else 0
         return 3 << ((flags & 7) + 1) if flags & 0x80 else 0
 
-    at, has_picture = 13 + table_bytes(10), False
+    at = pictures_end = 13 + table_bytes(10)
     while at < len(data) and data[at] != 0x3B:
         if data[at] not in (0x21, 0x2C):
             raise UndecodableClip(
                 f"the GIF file is damaged: byte {at} is 0x{data[at]:02x}, which begins no block", byte=at
             )
-        has_picture |= data[at] == 0x2C
+        is_picture = data[at] == 0x2C
         at += 2 if data[at] == 0x21 else 11 + table_bytes(at + 9)
         while at < len(data) and data[at]:
             at += 1 + data[at]
         at += 1
-    return at if has_picture else at + 1
+        if is_picture:
+            pictures_end = at
+    has_pictures = pictures_end > 13 + table_bytes(10)
+    return at if has_pictures else at + 1, pictures_end
 
 
 class _Element(NamedTuple):

@@ -147,3 +147,30 @@ def patched_matrix(data: bytes, matrix: tuple[int, int, int, int]) -> bytes:
     a, b, c, d = (value << 16 for value in matrix)
     packed = struct.pack(">9i", a, b, 0, c, d, 0, 0, 0, 1 << 30)
     return data[:start] + packed + data[start + 36 :]
+
+
+def cut(data: bytes, num_packets: int, container: str) -> bytes:
+    """The video of a file without its first packets, copied into another container."""
+    file = io.BytesIO()
+    with av.open(io.BytesIO(data)) as source, av.open(file, "w", format=container) as out:
+        stream = source.streams.video[0]
+        copied = out.add_stream_from_template(stream)
+        for place, packet in enumerate(source.demux(stream)):
+            if packet.size and place >= num_packets:
+                packet.stream = copied
+                out.mux(packet)
+    return file.getvalue()
+
+
+def transparent(rgba_THWC: np.ndarray, codec: str = "libvpx-vp9", fps: int = 10) -> bytes:
+    """A WebM file with alpha."""
+    file = io.BytesIO()
+    with av.open(file, "w", format="webm") as out:
+        stream = out.add_stream(codec, rate=fps, options={"auto-alt-ref": "0", "crf": "4", "b": "0"})
+        stream.height, stream.width, stream.pix_fmt = *rgba_THWC.shape[1:3], "yuva420p"
+        for place, image in enumerate(rgba_THWC):
+            frame = av.VideoFrame.from_ndarray(image, format="rgba")
+            frame.pts, frame.time_base = place, Fraction(1, fps)
+            out.mux(stream.encode(frame))
+        out.mux(stream.encode(None))
+    return file.getvalue()

@@ -13,8 +13,8 @@ import pytest
 
 from encoder_service.errors import ClipTooLarge, UndecodableClip
 from encoder_service.ingest.video import av_file
-from encoder_service.ingest.video.clip import open_source
 from encoder_service.ingest.video.boxes import check_tables
+from encoder_service.ingest.video.clip import open_source
 from encoder_service.ingest.video.source import ClipLimits
 from tests.unit.ingest import clip_files
 from tests.unit.ingest.clip_files import frames_of
@@ -75,8 +75,12 @@ BOMBS = {
         {b"elst": struct.pack(">II", 0, 500_000) + struct.pack(">IiI", 1000, 0, 1 << 16) * 500_000}
     ),
     "in a track's user data": lambda: with_box(b"trak", box(b"udta", SIZES)),
-    "in a track's metadata": lambda: with_box(b"trak", box(b"meta", bytes(4) + box(b"hdlr", bytes(25)) + SIZES)),
-    "in a track's QuickTime metadata": lambda: with_box(b"trak", box(b"meta", box(b"hdlr", bytes(25)) + SIZES)),
+    "in a track's metadata": lambda: with_box(
+        b"trak", box(b"meta", bytes(4) + box(b"hdlr", bytes(25)) + SIZES)
+    ),
+    "in a track's QuickTime metadata": lambda: with_box(
+        b"trak", box(b"meta", box(b"hdlr", bytes(25)) + SIZES)
+    ),
     "behind the fields of a sample description": lambda: with_box(
         b"stbl", box(b"stsd", struct.pack(">II", 0, 1) + box(b"mp4v", bytes(78) + SIZES))
     ),
@@ -127,9 +131,12 @@ def test_padding_is_not_searched_for_a_header() -> None:
         open_source(hidden, LIMITS)
 
 
+INDEXED = "frag_keyframe+empty_moov+default_base_moof+global_sidx"
 WORDS = (b"trun", b"cmov", b"stsz", b"stz2", b"elst")
 TEXTS = {
-    "title": lambda word: with_box(b"moov", box(b"udta", box(b"\xa9nam", b"\0\x0a\0\0a " + word + b"k of a tree"))),
+    "title": lambda word: with_box(
+        b"moov", box(b"udta", box(b"\xa9nam", b"\0\x0a\0\0a " + word + b"k of a tree"))
+    ),
     "iTunes comment": lambda word: with_box(
         b"moov",
         box(
@@ -143,7 +150,7 @@ TEXTS = {
         ),
     ),
     "XMP": lambda word: with_box(b"moov", box(b"uuid", bytes(16) + b"<x>" + word * 8 + b"</x>")),
-    "XMP in user data": lambda word: with_box(b"moov", box(b"udta", box(b"XMP_", b"<x>" + word * 8 + b"</x>"))),
+    "XMP in user data": lambda word: with_box(b"moov", box(b"udta", box(b"XMP_", b"<x>" + word * 8))),
     "XMP behind all": lambda word: replaced({}) + box(b"uuid", bytes(16) + word * 8),
     "free": lambda word: with_box(b"trak", box(b"free", shaped(word))),
     "skip": lambda word: with_box(b"stbl", box(b"skip", shaped(word))),
@@ -187,9 +194,7 @@ def test_p49_a_name_of_a_compressor_is_no_table() -> None:
 
 def test_an_index_that_leads_into_the_middle_of_a_box_is_refused() -> None:
     """The demuxer reads boxes from wherever an index of segments leads, also among the pictures."""
-    data = clip_files.encode(
-        clip_files.moving(40), key_every=10, b_frames=0, flags="frag_keyframe+empty_moov+default_base_moof+global_sidx"
-    )
+    data = clip_files.encode(clip_files.moving(40), key_every=10, b_frames=0, flags=INDEXED)
     assert np.array_equal(frames_of(data), clip_files.decoded(data))
     at = data.index(b"sidx") + 36
     first, second = (int.from_bytes(data[place : place + 4], "big") for place in (at, at + 12))
