@@ -29,7 +29,7 @@ EXIT_FAILED = 1
 EXIT_CANNOT_START = 2
 DEFAULT_SERVER = "127.0.0.1:50051"
 SERVICE = "vision_encoder.v1.VisionEncoder"
-# Files that are clips by their suffix. A GIF or WebP is an image unless --clip is given.
+# Files that are clips by their suffix. A GIF is an image unless --clip is given.
 CLIP_SUFFIXES = frozenset({".mp4", ".m4v", ".mov", ".webm", ".mkv"})
 ROWS_FORMAT = "vision_encoder.rows.v1"
 
@@ -231,7 +231,7 @@ def encode(
     out: Annotated[Path | None, typer.Option(help="Writes rows.<i> and grid_thw.<i> as safetensors.")] = None,
     min_pixels: Annotated[int | None, typer.Option(help="Qwen: smallest target area.")] = None,
     max_pixels: Annotated[int | None, typer.Option(help="Qwen: largest target area.")] = None,
-    clip: Annotated[bool, typer.Option(help="All files are clips, animated GIF and WebP too.")] = False,
+    clip: Annotated[bool, typer.Option(help="All files are clips, animated GIF too.")] = False,
     fps: Annotated[float | None, typer.Option(help="Clips: frames sampled a second.")] = None,
     max_frames: Annotated[int | None, typer.Option(help="Clips: the most frames sampled.")] = None,
     fleet: Annotated[bool, typer.Option(help="The server is a gateway: one call an item, routed.")] = False,

@@ -171,3 +171,28 @@ def test_limits_name_both_numbers(kind: str, limit: dict[str, float], text: str)
         open_source(data, ClipLimits(**limit))  # type: ignore[arg-type]
     assert re.search(text, str(raised.value)), raised.value
     assert "file" in str(raised.value) or "clip" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (PermissionError(1, "Operation not permitted"), "depends on frames that the file does not have"),
+        (ValueError(22, "Invalid argument"), "a field has a value that is not allowed"),
+        (OSError(22, "Invalid argument"), "a field has a value that is not allowed"),
+        (OSError(0, "Invalid data found when processing input"), "its data cannot be decoded"),
+        (EOFError(0, "End of file"), "it ends too early"),
+        (OSError(0, "Not yet implemented in FFmpeg, patches welcome"), "a feature that the decoder lacks"),
+        (OSError(0, "Internal bug, should not have happened"), r"the decoder failed \(OSError\)"),
+        (MemoryError(12, "Cannot allocate memory"), "more memory than a decoder may use"),
+    ],
+)
+def test_errors_of_ffmpeg_are_put_into_words(error: Exception, text: str) -> None:
+    from encoder_service.ingest.video.source import decoder_errors
+
+    if not isinstance(error, OSError):  # PyAV's own classes have both fields
+        error.errno, error.strerror = error.args  # type: ignore[attr-defined]
+    with (
+        pytest.raises(UndecodableClip, match=f"MP4 file of 7 bytes is damaged or of an unsup.*{text}"),
+        decoder_errors(7, "MP4"),
+    ):
+        raise error
