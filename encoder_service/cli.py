@@ -246,7 +246,7 @@ def encode(
     out: Annotated[Path | None, typer.Option(help="Writes rows.<i> and grid_thw.<i> as safetensors.")] = None,
     min_pixels: Annotated[int | None, typer.Option(help="Qwen: smallest target area.")] = None,
     max_pixels: Annotated[int | None, typer.Option(help="Qwen: largest target area.")] = None,
-    clip: Annotated[bool, typer.Option(help="All files are clips, animated GIF and WebP too.")] = False,
+    clip: Annotated[bool, typer.Option(help="All files are clips, animated GIF too.")] = False,
     fps: Annotated[float | None, typer.Option(help="Clips: frames sampled a second.")] = None,
     max_frames: Annotated[int | None, typer.Option(help="Clips: the most frames sampled.")] = None,
     fleet: Annotated[bool, typer.Option(help="The server is a gateway: one call an item, routed.")] = False,

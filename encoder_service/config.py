@@ -132,7 +132,7 @@ class Settings(BaseSettings):
     # -- processor -------------------------------------------------------------------------------------
     transparent: Literal["white", "drop"] = Field(
         "white",
-        description="Transparent images: white composites them over white, as the reference's current "
+        description="Alpha of images and clips: white composites it over white, as the reference's current "
         "processors and vLLM do; drop removes the alpha channel, as older ones and SGLang do.",
     )
 

@@ -18,6 +18,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import structlog
 import torch
@@ -326,11 +327,8 @@ class Pipeline:
     ) -> PinnedRows:
         tower = self.model.tower
         started_s = self.clock()
-        holder = permit.holder
-        clip = await self.workers.run(
-            holder, self.model.preprocessor.open_clip, content, options, is_clip=True
-        )
-        try:
+        opens = partial(self.model.preprocessor.open_clip, content, options)
+        async with self.workers.open_clip(permit.holder, opens) as clip:
             plan = clip.plan
             for grid in set(plan.chunk_grids) or {plan.grid}:
                 tower.check_grid(grid)
@@ -343,12 +341,10 @@ class Pipeline:
             with OutputReservation(self.store, self._engine, encode.namespace, expected) as output:
                 rows = output.rows
                 if rows is None:
-                    shape = expected.rows.shape
-                    rows = await self.workers.run(holder, host_rows, shape, self._device, self._dtype)
-                await self._clips.encode(encode, clip, output, rows, holder)
+                    make_rows = partial(host_rows, expected.rows.shape, self._device, self._dtype)
+                    rows = await self.workers.run(permit.holder, make_rows)
+                await self._clips.encode(encode, clip, output, rows, permit.holder)
                 return await self._store(encode, output, replace(expected, rows=rows))
-        finally:
-            clip.close()
 
     def _admit(self, encode: InFlightEncode, expected: EncodedItem, seqlen: int, permit: Permit) -> None:
         """Takes room for all of the item's patches and makes the item known. seqlen: of its attention

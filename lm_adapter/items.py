@@ -107,7 +107,7 @@ class PixelItem:
 
 @dataclass(frozen=True)
 class ClipItem:
-    """A video file (MP4, WebM, Matroska, GIF, animated WebP). digest: as in ImageItem. options: fps,
+    """A video file (MP4, WebM, Matroska, GIF). digest: as in ImageItem. options: fps,
     min_frames, max_frames and the size limits of the model's family."""
 
     data: bytes = field(repr=False)

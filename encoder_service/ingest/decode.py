@@ -13,28 +13,31 @@ Rules, and what each follows in the reference (``transformers``):
   processors from 5.23 on (``image_transforms.convert_to_rgb``) and in vLLM. With ``transparent="drop"`` alpha
   is dropped, as in older releases and in SGLang.
 * Of an animation or a multi-page file, the first frame is used.
-* A file that ends early fails.
+* A file that ends early fails. Metadata that no pixel depends on does not: a PNG is decoded without its texts
+  and colour profile, which Pillow refuses above 1 MiB or with a wrong checksum.
 
-Limits are checked against the size in the header, in place of Pillow's own limit.
+A file's signature decides its format. Limits are checked against the size in the header, in place of
+Pillow's own limit.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
-from PIL import ExifTags, Image, UnidentifiedImageError
+from PIL import ExifTags, Image
 
 from encoder_service.errors import ImageTooLarge, UndecodableImage, VisionEncoderError
-from encoder_service.ingest.headers import ImageSize, webp_size
-from encoder_service.ingest.jpeg import decode_jpeg
-from vision_encoder.layout.png import png_without_pixels
+from encoder_service.ingest.headers import ImageSize, format_name, image_brand, is_tga, webp_size
+from encoder_service.ingest.jpeg import coefficient_bytes, decode_jpeg, decodes_alone
+from vision_encoder.layout.png import png_without_metadata, png_without_pixels
 
 Transparent: TypeAlias = Literal["white", "drop"]
 
@@ -63,6 +66,12 @@ _TURNS: dict[object, Callable[[np.ndarray], np.ndarray]] = {
 }
 _SIDES_SWAPPED = (5, 6, 7, 8)
 _TIFF_WIDTH, _TIFF_LENGTH = 256, 257
+_ROWS_PER_STRIP = 278
+STRIP_PIXELS = 1 << 18  # converted to RGB at once
+STRIP_BYTES = 24  # a pixel of a strip: alpha over white takes six copies
+_FIXED_BYTES = 1 << 18  # tables and states of a decoder
+_FILE_COPIES = {"PNG": 1, "WEBP": 2, "AVIF": 1, "TIFF": 1}  # copies of the file's bytes
+_PYTHON_CODECS = frozenset({"ppm", "ppm_plain", "bmp_rle", "qoi", "SGI16"})
 
 
 @dataclass(frozen=True)
@@ -94,17 +103,52 @@ def _pillow_errors(data: bytes, name: str) -> Iterator[None]:
         yield
     except VisionEncoderError:
         raise
-    except UnidentifiedImageError as error:
+    except Exception as error:
         raise UndecodableImage(
-            f"the file of {len(data)} bytes, which starts with {bytes(data[:16])!r}, is no image that can be "
-            f"read; readable formats are {', '.join(_OPENABLE)}",
+            f"the {name} file of {len(data)} bytes is truncated or damaged: {_cause(error)}",
             found_bytes=len(data),
         ) from error
-    except Exception as error:
-        cause = str(error) or type(error).__name__
-        raise UndecodableImage(
-            f"the {name} file of {len(data)} bytes is truncated or damaged: {cause}", found_bytes=len(data)
-        ) from error
+
+
+def _cause(error: Exception) -> str:
+    """What is wrong with a file, in words."""
+    text = str(error)
+    if checksum := re.search(r"bad header checksum in b'(.+)'", text):
+        return f"its chunk {checksum[1]} has a wrong checksum"
+    if chunk := re.search(r"broken PNG file \(chunk b(.+)\)", text):
+        return f"where a chunk should begin is no name of one but {chunk[1]}"
+    if isinstance(error, MemoryError):
+        return "decoding it takes more memory than the decoder may use"
+    # Plugins raise these texts about the file. Other types of exceptions name variables and functions.
+    if type(error) in (OSError, SyntaxError, ValueError, EOFError) and " " in text and "literal" not in text:
+        return text
+    return f"its contents are invalid ({type(error).__name__})"
+
+
+def _format_of(data: bytes) -> str:
+    """Pillow's name of the accepted format whose signature the data have. Raises UndecodableImage."""
+    prefix = data[:16]
+    for name in _OPENABLE:
+        accepts = Image.OPEN[name][1]
+        has_signature = name not in ("TGA", "DIB", "PCX") and accepts is not None and accepts(prefix) is True
+        # Pillow takes all HEIF files for AVIF.
+        if has_signature and (name != "AVIF" or "AVIF" in (image_brand(data) or "")):
+            return name
+    described = format_name(data)
+    if described is None:
+        # Formats without a signature of their own.
+        for name in ("PCX", "DIB"):
+            accepts = Image.OPEN[name][1]
+            if accepts is not None and len(data) > 16 and accepts(prefix):
+                return name
+        if is_tga(data):
+            return "TGA"
+    what = f"is {described}" if described else "is no image that can be read"
+    raise UndecodableImage(
+        f"the file of {len(data)} bytes, which starts with {bytes(prefix)!r}, {what}; readable formats are "
+        f"{', '.join(_OPENABLE)}",
+        found_bytes=len(data),
+    )
 
 
 @contextlib.contextmanager
@@ -121,10 +165,12 @@ def _opened(data: bytes, limits: DecodeLimits, *, header_only: bool = False) -> 
         )
     if size := webp_size(data):
         _check_size(size, limits)
-    with _pillow_errors(data, "image"):
-        file = io.BytesIO(png_without_pixels(data) if header_only else data)
-        image = Image.open(file, formats=_OPENABLE)
-    with image, _pillow_errors(data, image.format or "image"):
+    name = _format_of(data)
+    with _pillow_errors(data, name):
+        file = io.BytesIO(png_without_pixels(data) if header_only else png_without_metadata(data))
+        # The plugin itself, because ``Image.open`` drops the text of what a plugin raises.
+        image = Image.OPEN[name][0](file, "")
+    with image, _pillow_errors(data, image.format or name):
         _check_size(ImageSize(image.height, image.width), limits)
         yield image
 
@@ -138,20 +184,69 @@ def _orientation(image: Image.Image) -> object:
         return 1
 
 
-def read_size(data: bytes, limits: DecodeLimits) -> ImageSize:
-    """The size of the upright image, from the header only. Takes tens of microseconds for a JPEG file.
+def _decoded_bytes(data: bytes, image: Image.Image) -> int:
+    """What ``decode_rgb`` allocates at most. image: opened, its pixels not loaded. The numbers of bytes per
+    pixel are those of the decoders' own buffers; ``tests/unit/ingest/test_memory.py`` measures them."""
+    num_pixels = image.width * image.height
+    stored = {"1": 1, "L": 1, "P": 1, "I;16": 2, "I;16B": 2, "I;16L": 2}.get(image.mode, 4)
+    tiles = getattr(image, "tile", [])
+    codec, kind = tiles[0][0] if tiles else "", image.format or ""
+    match kind:
+        case "JPEG" | "MPO":
+            decoder = coefficient_bytes(data, image)
+        case "WEBP":  # two canvases, and the frame as bytes
+            decoder = 12 * num_pixels
+        case "AVIF":  # planes, RGBA, and the frame as bytes
+            decoder = 9 * num_pixels
+        case "JPEG2000":  # 32 bits a component
+            decoder = (4 * len(image.getbands()) + 3) * num_pixels
+        case "TIFF" if codec == "libtiff":  # one strip or tile
+            decoder = 8 * image.width * _rows_per_strip(image)
+        case _:  # decoders written in Python collect all pixels, in memory that grows, and copy them
+            decoder = (3 * stored if codec in _PYTHON_CODECS else 1) * num_pixels
+    if decodes_alone(image):
+        loaded = 3 * num_pixels + decoder
+    else:
+        strip = STRIP_BYTES * min(num_pixels, STRIP_PIXELS)
+        loaded = (stored + 3) * num_pixels + decoder + strip
+    turned = 6 * num_pixels  # by an orientation
+    return max(loaded + _FIXED_BYTES, turned) + _FILE_COPIES.get(kind, 0) * len(data)
+
+
+def _rows_per_strip(image: Image.Image) -> int:
+    tags = getattr(image, "tag_v2", {})
+    return min(image.height, int(tags.get(_ROWS_PER_STRIP, image.height)))
+
+
+class ImageHeader(NamedTuple):
+    """size: of the upright image. decoded_bytes: what decoding it takes at most, with all copies that live at
+    the same time; the result itself is 3 bytes a pixel of it."""
+
+    size: ImageSize
+    decoded_bytes: int
+
+
+def read_header(data: bytes, limits: DecodeLimits) -> ImageHeader:
+    """The size of the upright image and the memory for decoding it, from the header only. Takes tens of
+    microseconds for a JPEG file.
 
     Raises UndecodableImage; ImageTooLarge with the number found and the number allowed.
     """
     with _opened(data, limits, header_only=True) as image:
         width, height = image.size
+        num_bytes = _decoded_bytes(data, image)
         tags = getattr(image, "tag_v2", None)
         if tags is not None:
             # Pillow's size of a TIFF accounts for its orientation tag, but not for an orientation in XMP.
             width, height = tags[_TIFF_WIDTH], tags[_TIFF_LENGTH]
         if _orientation(image) in _SIDES_SWAPPED:
             width, height = height, width
-    return ImageSize(height, width)
+    return ImageHeader(ImageSize(height, width), num_bytes)
+
+
+def read_size(data: bytes, limits: DecodeLimits) -> ImageSize:
+    """As ``read_header``, the size alone."""
+    return read_header(data, limits).size
 
 
 def decode_rgb(data: bytes, limits: DecodeLimits, transparent: Transparent = "white") -> torch.Tensor:
@@ -164,9 +259,9 @@ def decode_rgb(data: bytes, limits: DecodeLimits, transparent: Transparent = "wh
         pixels_HWC = decode_jpeg(data, image)
         if pixels_HWC is None:
             image.load()
-            pixels_HWC = np.array(_to_rgb(image, transparent), dtype=np.uint8)
-        pixels_HWC = upright(pixels_HWC, _orientation(image))
-    return torch.from_numpy(pixels_HWC)
+            pixels_HWC = to_rgb(image, transparent)
+        orientation = _orientation(image)
+    return torch.from_numpy(upright(pixels_HWC, orientation))
 
 
 def upright(pixels_HWC: np.ndarray, orientation: object) -> np.ndarray:
@@ -180,7 +275,21 @@ def upright(pixels_HWC: np.ndarray, orientation: object) -> np.ndarray:
     return turned.view(np.uint8).reshape(*turned.shape, 3)
 
 
-def _to_rgb(image: Image.Image, transparent: Transparent) -> Image.Image:
+def to_rgb(image: Image.Image, transparent: Transparent) -> np.ndarray:
+    """A loaded image as uint8 [H, W, 3]. Converted in strips of rows, so that the only further memory is that
+    of a strip: alpha over white takes three copies of an image at once, each of 4 bytes a pixel."""
+    width, height = image.size
+    num_rows = max(1, STRIP_PIXELS // max(1, width))
+    if num_rows >= height:
+        return np.array(_strip_to_rgb(image, transparent), dtype=np.uint8)
+    pixels_HWC = np.empty((height, width, 3), np.uint8)
+    for top in range(0, height, num_rows):
+        strip = image.crop((0, top, width, min(height, top + num_rows)))
+        pixels_HWC[top : top + num_rows] = np.asarray(_strip_to_rgb(strip, transparent))
+    return pixels_HWC
+
+
+def _strip_to_rgb(image: Image.Image, transparent: Transparent) -> Image.Image:
     """The image in RGB. For ``white``, as ``transformers.image_transforms.convert_to_rgb``."""
     has_alpha = "A" in image.getbands() or image.info.get("transparency") is not None
     if has_alpha and transparent == "white":

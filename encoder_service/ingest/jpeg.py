@@ -18,13 +18,16 @@ from PIL import Image
 _SUBSAMPLINGS = frozenset({"444", "422", "420"})
 
 
+def decodes_alone(opened: Image.Image) -> bool:
+    """Whether simplejpeg may decode the file. opened: the file as opened by Pillow."""
+    # Versions of libjpeg-turbo smooth incomplete progressive files differently.
+    return opened.format in ("JPEG", "MPO") and opened.mode == "RGB" and "progressive" not in opened.info
+
+
 def decode_jpeg(data: bytes, opened: Image.Image) -> np.ndarray | None:
     """uint8 [H, W, 3] before any rotation. None for a file that Pillow has to decode or refuse, because it is
     of another kind or damaged. opened: the file as opened by Pillow, with its pixels not loaded."""
-    if opened.format not in ("JPEG", "MPO") or opened.mode != "RGB":
-        return None
-    # Versions of libjpeg-turbo smooth incomplete progressive files differently.
-    if "progressive" in opened.info:
+    if not decodes_alone(opened):
         return None
     try:
         header = simplejpeg.decode_jpeg_header(data, strict=True)
@@ -36,3 +39,20 @@ def decode_jpeg(data: bytes, opened: Image.Image) -> np.ndarray | None:
     except ValueError:  # also for damage that libjpeg only warns about, and that Pillow may accept
         return None
     return pixels
+
+
+def coefficient_bytes(data: bytes, opened: Image.Image) -> int:
+    """What libjpeg keeps of a file of several scans, progressive or not, beside its pixels: all coefficients,
+    16 bits each. opened: the file as opened by Pillow, which stops at the first scan."""
+    # (identity, horizontal and vertical factor, table) of each component
+    layers: list[tuple[int, int, int, int]] = getattr(opened, "layer", [])
+    fp = getattr(opened, "fp", None)
+    if not layers or fp is None:
+        return 0
+    # The first scan's header ends where Pillow stopped: it counts its components, then lists them.
+    start = fp.tell() - 2 * len(layers) - 4
+    if start >= 0 and data[start] == len(layers) and "progressive" not in opened.info:
+        return 0
+    most = max(layer[1] for layer in layers) * max(layer[2] for layer in layers)
+    sampled = sum(layer[1] * layer[2] for layer in layers)
+    return 2 * opened.width * opened.height * sampled // max(1, most)

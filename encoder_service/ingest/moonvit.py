@@ -133,8 +133,14 @@ class MoonViTClips(ClipRules):
     rules = "moonvit_video.1"
     options = ("max_patches", "max_patches_per_side", "fps", "max_frames")
 
-    def __init__(self, settings: MoonViTVideoSettings, images: MoonViTSettings, limits: ClipLimits) -> None:
-        super().__init__(settings, limits, images.patch_size)
+    def __init__(
+        self,
+        settings: MoonViTVideoSettings,
+        images: MoonViTSettings,
+        limits: ClipLimits,
+        transparent: Transparent = "white",
+    ) -> None:
+        super().__init__(settings, limits, images.patch_size, transparent)
         self.settings = settings
         self._merge_size = images.merge_size
 

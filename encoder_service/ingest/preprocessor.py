@@ -28,9 +28,9 @@ from encoder_service.errors import (
     PixelTensorMismatch,
     UnsupportedContent,
 )
-from encoder_service.ingest.decode import DecodeLimits, Transparent, decode_rgb, read_size
+from encoder_service.ingest.decode import DecodeLimits, Transparent, decode_rgb, read_header
 from encoder_service.ingest.identity import dtype_name
-from encoder_service.ingest.resize import resize_and_pad
+from encoder_service.ingest.resize import resize_and_pad, resize_bytes
 from encoder_service.ingest.settings import MoonViTSettings, QwenVLSettings
 from encoder_service.ingest.video.clip import Clip, ClipRules
 from encoder_service.types import (
@@ -170,9 +170,10 @@ class Preprocessor(abc.ABC):
         raise UnsupportedContent(f"{type(item.content).__name__} of {item.modality.value} is no single image")
 
     def probe_image(self, data: bytes, options: PreprocessOptions) -> ProbedItem:
-        height, width = read_size(data, self.limits)
+        (height, width), decoding_bytes = read_header(data, self.limits)
         plan = self.plan_image(height, width, options)
-        return ProbedItem(plan.grid, 8 * height * width + 3 * math.prod(plan.padded))
+        resizing_bytes = resize_bytes(height, width, plan.target, plan.padded)
+        return ProbedItem(plan.grid, max(decoding_bytes, resizing_bytes))
 
     def load_image(self, data: bytes, options: PreprocessOptions) -> LoadedPixels:
         """One decoded, resized and padded frame, with the milliseconds of decoding and of resizing. The grid

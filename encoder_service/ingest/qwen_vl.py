@@ -202,8 +202,14 @@ class QwenClips(ClipRules):
     rules = "qwen_video.1"
     options = ("min_pixels", "max_pixels", "fps", "min_frames", "max_frames")
 
-    def __init__(self, settings: QwenVideoSettings, images: QwenVLSettings, limits: ClipLimits) -> None:
-        super().__init__(settings, limits, images.patch_size)
+    def __init__(
+        self,
+        settings: QwenVideoSettings,
+        images: QwenVLSettings,
+        limits: ClipLimits,
+        transparent: Transparent = "white",
+    ) -> None:
+        super().__init__(settings, limits, images.patch_size, transparent)
         self.settings = settings
         self._merge_pixels = images.patch_size * images.merge_size
         self._temporal = images.temporal_patch_size

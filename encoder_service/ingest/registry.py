@@ -45,8 +45,9 @@ def load_preprocessor(
     if family == "kimi_k25":
         moonvit = parse_moonvit(reader)
         frames = None if video is None else parse_moonvit_video(video, moonvit)
-        moonvit_clips = None if frames is None else MoonViTClips(frames, moonvit, clip_limits)
+        moonvit_clips = None if frames is None else MoonViTClips(frames, moonvit, clip_limits, transparent)
         return MoonViTPreprocessor(moonvit, limits, moonvit_clips, transparent)
     qwen = parse_qwen_vl(reader)
-    qwen_clips = None if video is None else QwenClips(parse_qwen_video(video, qwen), qwen, clip_limits)
+    clips = None if video is None else parse_qwen_video(video, qwen)
+    qwen_clips = None if clips is None else QwenClips(clips, qwen, clip_limits, transparent)
     return QwenVLPreprocessor(qwen, limits, qwen_clips, transparent)

@@ -38,6 +38,13 @@ def resize_and_pad(image_HWC: torch.Tensor, target: tuple[int, int], padded: tup
     return torch.nn.functional.pad(resized_HWC, (0, 0, 0, right, 0, below))
 
 
+def resize_bytes(height: int, width: int, target: tuple[int, int], padded: tuple[int, int]) -> int:
+    """What ``resize_and_pad`` holds at most, the image itself included: the horizontal pass beside two copies
+    of the result, or the result beside its padded copy."""
+    resized, between = target[0] * target[1], height * target[1]
+    return 3 * (height * width + resized + max(between + resized, padded[0] * padded[1]))
+
+
 @functools.lru_cache(maxsize=64)
 def _scaled_statistics(
     normalisation: Normalisation, device: torch.device

@@ -428,7 +428,7 @@ class UrlFetcher:
         self._allow = allow
         self._contents = {
             Modality.IMAGE: Content("an image", "image/*", max_bytes, timeout_s, ImageTooLarge),
-            # Animated GIF and WebP are clips with an image's type.
+            # A GIF is a clip with an image's type.
             Modality.VIDEO: Content(
                 "a clip", "video/*, image/*", max_clip_bytes, clip_timeout_s, ClipTooLarge
             ),

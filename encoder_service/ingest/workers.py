@@ -13,11 +13,11 @@ import contextlib
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractAsyncContextManager
 from typing import TypeVar
 
+from encoder_service.ingest.video.clip import Clip
 from encoder_service.ops.shares import Holder, WaitingShares
 
 Result = TypeVar("Result")
@@ -31,9 +31,10 @@ class _Threads:
     finds more, so that it need not wait for the end of a long job."""
 
     def __init__(self, num_threads: int, name: str, niceness: int = 0) -> None:
-        num_spare = max(1, num_threads // 3)
-        self.executor = ThreadPoolExecutor(num_threads + num_spare, name, set_niceness, (niceness,))
-        self.places = WaitingShares(num_threads + num_spare, num_reserved=num_spare)
+        self.num_spare = max(1, num_threads // 3)
+        num_threads += self.num_spare
+        self.executor = ThreadPoolExecutor(num_threads, name, set_niceness, (niceness,))
+        self.places = WaitingShares(num_threads, num_reserved=self.num_spare)
 
 
 class IngestWorkers:
@@ -44,6 +45,7 @@ class IngestWorkers:
         self.memory = WaitingShares(max_decoded_bytes)
         self._images = _Threads(num_threads, "ingest")
         self._clips = _Threads(num_clip_threads, "clips", CLIP_NICENESS)
+        self._openings = WaitingShares(self._clips.places.limit, num_reserved=self._clips.num_spare)
 
     @property
     def executor(self) -> ThreadPoolExecutor:
@@ -86,9 +88,25 @@ class IngestWorkers:
                     job.add_done_callback(give_back)
                 raise
 
-    def hold_memory(self, holder: Holder, decoded_bytes: int) -> AbstractAsyncContextManager[None]:
-        """Holds memory for the pixels of a clip that stays open from one job to the next."""
-        return self.memory.hold(holder[-1:], decoded_bytes)
+    @contextlib.asynccontextmanager
+    async def open_clip(self, holder: Holder, opens: Callable[[], Clip]) -> AsyncIterator[Clip]:
+        """The clip that ``opens`` gives on a thread of clips. What it holds counts as decoded until the end
+        of the block, which closes it. How much that is shows when it is open, so only as many are opened at
+        a time as there are threads."""
+        step, held_bytes = holder[-1:], 0
+        async with self._openings.hold(step):
+            clip = await self.run(holder, opens, is_clip=True)
+            try:
+                if clip.held_bytes:
+                    held_bytes = await self.memory.acquire(step, clip.held_bytes)
+            except BaseException:
+                clip.close()
+                raise
+        try:
+            yield clip
+        finally:
+            clip.close()
+            self.memory.release(step, held_bytes)
 
     def shutdown(self, *, wait: bool = False) -> None:
         """Starts no further job. wait: until those that run have ended."""

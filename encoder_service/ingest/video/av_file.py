@@ -9,7 +9,13 @@ Rules, and what each follows:
   container's average rate, as in the reference's PyAV reader. If the frames' own times differ from it by more
   than a frame (variable rate), it is the number of frames divided by their duration, as in the reference's
   default reader.
-* Pixels are those of ``VideoFrame.to_ndarray(format="rgb24")``, as in the reference's reader.
+* Pixels are those of ``VideoFrame.to_ndarray(format="rgb24")``, as in the reference's reader. Frames with
+  alpha are composited over white, unless alpha is dropped, as images are (``decode``). FFmpeg's own decoders
+  ignore the alpha of VP8 and VP9 in WebM, so that files that state to have it are decoded by libvpx.
+* Frames that the standards do not show do not count. A file that was cut between two key frames has such
+  frames at its start: those before the first key frame in file order; those behind it that are shown before
+  it and cannot be decoded, because they depend on frames that were cut away (open groups of pictures, RASL
+  pictures); and behind an H.264 recovery point those of an incomplete picture.
 * The display matrix is applied, rounded to the nearest quarter turn, as players do.
 * Damage, a frame whose size differs from the first, and a wanted frame that the decoder leaves out fail the
   clip. Otherwise the rows of a concealed picture would be cached as if they were correct.
@@ -27,9 +33,11 @@ times are in milliseconds).
 from __future__ import annotations
 
 import bisect
+import contextlib
 import io
+import itertools
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -38,10 +46,13 @@ import numpy as np
 import torch
 from av.packet import Packet
 from av.stream import Disposition
+from av.video.codeccontext import VideoCodecContext
 from av.video.frame import VideoFrame
 from av.video.stream import VideoStream
+from PIL import Image
 
 from encoder_service.errors import ClipTooLarge, UndecodableClip
+from encoder_service.ingest.decode import STRIP_BYTES, STRIP_PIXELS, Transparent, to_rgb
 from encoder_service.ingest.video.container import CONTAINER_NAMES, Container
 from encoder_service.ingest.video.source import (
     DEFAULT_SOURCE_FPS,
@@ -60,12 +71,21 @@ CODECS = (
 )  # fmt: skip
 # The decoders whose packets are always in display order.
 IN_DISPLAY_ORDER = frozenset({"vp8", "vp9", "av1", "libdav1d", "mjpeg", "gif"})
+# The decoders that also decode alpha, which WebM files keep beside each frame.
+_ALPHA_DECODERS = {"vp8": "libvpx", "vp9": "libvpx-vp9"}
 # Before version 19, PyAV raises by default for metadata that is not UTF-8.
 LENIENT_METADATA: dict[str, Any] = (
     {"metadata_errors": "replace"} if int(av.__version__.partition(".")[0]) < 19 else {}
 )
 MAX_HIDDEN = 8192  # packets hidden by an edit list; the time of a seek is quadratic in their number
 MAX_THREAD_PIXELS = 1 << 27  # pixels of all frames that a decoder's threads hold
+_BEGINNING = -(1 << 40)  # in units of any time base
+MAX_LEADING = 256  # frames that are decoded to learn whether they can be
+H264_FRAMES = 16  # that a decoder keeps at most
+# Frames that a decoder keeps to predict others from, beside the one that it decodes; levels up to 5.2 of
+# H.264 and H.265 allow so many pixels of them.
+_REFERENCES = {"h264": 16, "hevc": 16, "vp8": 4, "vp9": 8, "av1": 8, "libdav1d": 8, "gif": 2, "mjpeg": 0}
+_REFERENCE_PIXELS = 184_320 * 256
 _VP8_SHOWN = 0x10  # bit of a frame's first byte, RFC 6386 section 9.1
 
 
@@ -101,10 +121,11 @@ def plan_runs(packets: Sequence[PacketFact], wanted: Sequence[int]) -> list[Run]
     two key frames may depend on frames before the second one, even if it is stored after that one.
     """
     keys = sorted((packet.pts, place) for place, packet in enumerate(packets) if packet.is_key)
+    first = min((place for _, place in keys), default=0)
     runs: list[Run] = []
     for place in wanted:
         at = bisect.bisect_right(keys, (packets[place].pts, place)) - 1
-        start = min(keys[at][1] if at >= 0 else 0, place)
+        start = min(keys[at][1] if at >= 0 else first, place)
         if runs and start <= runs[-1].last + 1:
             run = runs[-1]
             runs[-1] = Run(run.first, max(run.last, place), (*run.wanted, place))
@@ -116,17 +137,23 @@ def plan_runs(packets: Sequence[PacketFact], wanted: Sequence[int]) -> list[Run]
 class AvFile:
     """A ClipSource for a container that FFmpeg reads."""
 
-    def __init__(self, data: bytes, container: Container, limits: ClipLimits) -> None:
+    def __init__(
+        self, data: bytes, container: Container, limits: ClipLimits, transparent: Transparent = "white"
+    ) -> None:
         """Reads all packets and decodes the first frame, which gives the size and the display matrix. Raises
         UndecodableClip, ClipTooLarge."""
         self._num_bytes = len(data)
         self._name = CONTAINER_NAMES[container]
         self._limits = limits
+        self._transparent = transparent
         self._is_stopped = False
         self._coded_size: tuple[int, int] | None = None  # (width, height) of the first decoded frame
         self._num_planned = 0
         self._packets: list[PacketFact] = []
         self._shown: list[int] = []  # places, in display order
+        self._first: int | None = None  # place of the first key frame
+        self._starts_at_recovery_point = False
+        self._doubtful: frozenset[int] = frozenset()  # places at which errors are those of a cut
         self._places: dict[tuple[int | None, int | None], int] = {}
         with decoder_errors(self._num_bytes, self._name):
             # The demuxer must not open other files, and no decoder may run before the limits are checked.
@@ -139,6 +166,7 @@ class AvFile:
             )
             try:
                 self._stream = self._choose_stream()
+                self._decoder = self._choose_decoder()
                 self.header = self._read_header()
             except BaseException:
                 self._file.close()
@@ -172,10 +200,19 @@ class AvFile:
             f"the {self._name} file has 0 video streams, needs 1; its streams: {kinds}", streams=kinds
         )
 
+    def _choose_decoder(self) -> VideoCodecContext:
+        own = self._stream.codec_context
+        name = _ALPHA_DECODERS.get(own.name)
+        if name is None or self._transparent == "drop" or self._stream.metadata.get("alpha_mode") != "1":
+            return own
+        decoder = av.CodecContext.create(name, "r")
+        assert isinstance(decoder, VideoCodecContext)
+        return decoder
+
     def _read_header(self) -> ClipHeader:
-        decoder, limits = self._stream.codec_context, self._limits
+        decoder, limits = self._decoder, self._limits
         # Some files state no size. Then the decoder finds it in the first packet, limited by max_pixels.
-        width, height = decoder.width, decoder.height
+        width, height = self._stream.codec_context.width, self._stream.codec_context.height
         num_pixels = width * height or limits.max_frame_pixels
         if width and height:
             check_frame_size(width, height, limits)
@@ -188,6 +225,7 @@ class AvFile:
         check_duration(len(self._shown) / fps, limits)
         first = next(self._coded_frames([0]))
         self._turn = _turn_of(first)
+        self.held_bytes = self._held_bytes(first)
         height, width = first.height, first.width
         if self._turn.swaps_sides:
             height, width = width, height
@@ -205,18 +243,22 @@ class AvFile:
             if packet.is_corrupt or pts is None:
                 what = "is damaged" if packet.is_corrupt else "has no time"
                 raise UndecodableClip(f"packet {place} of the {self._name} file's video {what}", packet=place)
-            # In a GIF every frame is marked as a key frame, but is drawn over the frame before it.
-            self._packets.append(PacketFact(pts, packet.is_keyframe and (codec != "gif" or not place)))
+            self._packets.append(PacketFact(pts, _is_key(packet, codec, place)))
             self._places[packet.pts, packet.pos] = place
             end = max(end, pts + (packet.duration or 0))
             if not packet.is_discard and not (codec == "vp8" and not bytes(packet)[0] & _VP8_SHOWN):
                 self._shown.append(place)
+            if self._first is None and self._packets[place].is_key:
+                self._first = place
+                self._starts_at_recovery_point = codec == "h264" and _is_recovery_point(packet, self._stream)
             check_num_frames(place + 1, self._limits)
             if codec != "vp8" and place + 1 - len(self._shown) > MAX_HIDDEN:
                 raise ClipTooLarge(
                     f"the {self._name} file has over {MAX_HIDDEN} frames that its edit list hides, the limit",
                     max_hidden=MAX_HIDDEN,
                 )
+        if self._first is not None:
+            self._skip_undecodable(self._first)
         if not self._shown:
             raise UndecodableClip(f"the {self._name} file's video has 0 frames, needs 1", num_frames=0)
         shown_at = [self._packets[place].pts for place in self._shown]
@@ -226,6 +268,58 @@ class AvFile:
             )
         self._shown.sort(key=lambda place: self._packets[place].pts)
         return self._rate(min(shown_at), max(shown_at), end)
+
+    def _skip_undecodable(self, first: int) -> None:
+        """Takes frames that are not shown, because frames that they depend on were cut away, from the list of
+        shown ones. Decodes the frames that follow the first key frame and are shown before it, and from an
+        H.264 recovery point on until a frame comes."""
+        codec, start = self._stream.codec_context.name, self._packets[first].pts
+        self._shown = [place for place in self._shown if place >= first]
+        near = range(first + 1, min(len(self._packets), first + 1 + MAX_LEADING))
+        early = frozenset(place for place in near if self._packets[place].pts < start)
+        leading = early.intersection(self._shown)
+        if codec in IN_DISPLAY_ORDER or not (leading or self._starts_at_recovery_point):
+            return
+        if leading:
+            decoded = self._try(Run(first, max(leading), ()), early)
+            undecodable = leading - decoded
+            self._shown = [place for place in self._shown if place not in undecodable]
+            # The frames behind them may tell the decoder to release frames that were cut away.
+            num_behind = H264_FRAMES if undecodable and codec == "h264" else 0
+            self._doubtful = undecodable.union(range(max(leading) + 1, max(leading) + 1 + num_behind))
+        else:
+            decoded = self._try(Run(first, near[-1] if near else first, ()), early, until_frame=True)
+            start = min((self._packets[place].pts for place in decoded), default=start)
+            self._shown = [place for place in self._shown if self._packets[place].pts >= start]
+
+    def _try(self, run: Run, doubtful: frozenset[int], *, until_frame: bool = False) -> set[int]:
+        """The places in the run whose frames the decoder gives, or of its first frame. Raises UndecodableClip
+        for damage outside of the doubtful places."""
+        self._check_cost([run])
+        self._decoder.thread_count = 1  # so that an error is that of the packet just given
+        decoded: set[int] = set()
+        for packet, place in self._seek(run):
+            packet.pts = place
+            try:
+                decoded |= set(_sound_places(self._decoder.decode(packet)))
+            except av.error.FFmpegError:
+                if place not in doubtful:
+                    raise
+            if decoded and until_frame:
+                break
+        return decoded | set(_sound_places(self._decoder.decode(None)))
+
+    def _held_bytes(self, frame: VideoFrame) -> int:
+        """Memory of the decoder and of converting one frame at most: frames to predict from, one for each
+        thread, and the copies in RGB. Pictures of a level above 5.2 may exceed it."""
+        num_pixels = frame.width * frame.height
+        planes = sum(plane.buffer_size for plane in frame.planes)
+        most = _REFERENCES.get(self._stream.codec_context.name, 3)
+        references = min(most, max(6, _REFERENCE_PIXELS // num_pixels))
+        converted = 9  # two copies, and the frame before; with alpha also RGBA twice, and a strip
+        if self._has_alpha(frame):
+            converted = 14 + STRIP_BYTES * min(num_pixels, STRIP_PIXELS) // num_pixels
+        return planes * (references + 1 + (self._decoder.thread_count or 1)) + converted * num_pixels
 
     def _rate(self, first: int, last: int, end: int) -> float:
         """The frame rate. first, last: pts of the frames shown first and last. end: pts after the last."""
@@ -247,14 +341,14 @@ class AvFile:
     def _check_cost(self, runs: Sequence[Run]) -> None:
         """Raises ClipTooLarge if decoding these runs would exceed the limit of decoded pixels."""
         self._num_planned = sum(run.last - run.first + 1 for run in runs)
-        decoder = self._stream.codec_context
+        stated = self._stream.codec_context
         check_decoded_pixels(
-            self._num_planned, *(self._coded_size or (decoder.width, decoder.height)), self._limits
+            self._num_planned, *(self._coded_size or (stated.width, stated.height)), self._limits
         )
 
     def _decode_runs(self, runs: Sequence[Run]) -> Iterator[VideoFrame]:
         """The wanted frames of all runs. If a run fails, decodes the remaining frames once more from the
-        first packet on, and raises what that raises."""
+        first key frame on, and raises what that raises."""
         num_done = 0
         try:
             for run in runs:
@@ -264,7 +358,7 @@ class AvFile:
             return
         except (av.error.FFmpegError, UndecodableClip):
             wanted = [place for run in runs for place in run.wanted]
-            rest = Run(0, max(run.last for run in runs), tuple(wanted[num_done:]))
+            rest = Run(self._first or 0, max(run.last for run in runs), tuple(wanted[num_done:]))
             if rest == runs[0]:
                 raise
         self._check_cost([*runs, rest])
@@ -292,7 +386,7 @@ class AvFile:
     def _decode(self, run: Run, wanted: frozenset[int]) -> Iterator[VideoFrame]:
         """The frames that the decoder makes of the run's packets. Skips frames that are not wanted and that
         no other frame depends on."""
-        decoder, start = self._stream.codec_context, self._packets[run.first].pts
+        decoder, start = self._decoder, self._packets[run.first].pts
         decoder.flush_buffers()
         for packet, place in self._seek(run):
             if self._is_stopped:
@@ -304,8 +398,10 @@ class AvFile:
                 continue
             packet.pts = place
             decoder.skip_frame = "DEFAULT" if place in wanted else "NONREF"
-            for frame in decoder.decode(packet):
-                yield self._checked(frame)
+            # What cannot be decoded is given to the decoder all the same, because it counts frames.
+            with contextlib.suppress(*((av.error.FFmpegError,) if place in self._doubtful else ())):
+                for frame in decoder.decode(packet):
+                    yield self._checked(frame)
         decoder.skip_frame = "DEFAULT"
         for frame in decoder.decode(None):
             yield self._checked(frame)
@@ -313,19 +409,29 @@ class AvFile:
     def _seek(self, run: Run) -> Iterator[tuple[Packet[VideoStream], int]]:
         """The run's packets with their places, in file order. Raises UndecodableClip if the seek lands after
         the first one."""
-        self._file.seek(self._packets[run.first].pts, stream=self._stream)
         is_started = False
-        for packet in self._file.demux(self._stream):
+        for packet in self._packets_from(run.first):
             place = self._places.get((packet.pts, packet.pos))
             if place is None or not (is_started or place <= run.first):
-                raise UndecodableClip(
-                    f"the {self._name} file's index leads past its frame at packet {run.first}"
-                )
+                break
             if place >= run.first:
                 is_started = True
                 yield packet, place
             if place == run.last:
                 return
+        raise UndecodableClip(f"the {self._name} file's index leads past its frame at packet {run.first}")
+
+    def _packets_from(self, first: int) -> Iterator[Packet[VideoStream]]:
+        """The packets from one at or before the place on. Some demuxers cannot seek in a file that starts
+        between two key frames; it is read from its beginning then."""
+        for pts, any_frame in ((self._packets[first].pts, False), (_BEGINNING, True)):
+            with contextlib.suppress(av.error.PermissionError):
+                self._file.seek(pts, stream=self._stream, any_frame=any_frame)
+                packets = self._file.demux(self._stream)
+                packet = next(packets)
+                if any_frame or self._places.get((packet.pts, packet.pos), first + 1) <= first:
+                    return itertools.chain([packet], packets)
+        return iter(())
 
     def _checked(self, frame: VideoFrame) -> VideoFrame:
         """Returns the frame. Raises UndecodableClip if its size differs from that of the first frame, which
@@ -342,17 +448,65 @@ class AvFile:
                 found=found,
                 needed=needed,
             )
+        if len(frame.format.components) == 4 and self._stream.codec_context.name == "mjpeg":
+            raise UndecodableClip(
+                f"the {self._name} file's Motion JPEG has 4 components (CMYK), accepted are 1 and 3"
+            )
         return frame
 
     def _upright(self, frames: Iterator[VideoFrame]) -> Iterator[torch.Tensor]:
         with decoder_errors(self._num_bytes, self._name):
             for frame in frames:
-                # threads=1, because by default the conversion starts one thread per core.
-                image_HWC = frame.to_ndarray(format="rgb24", threads=1)
+                image_HWC = self._rgb(frame)
                 if self._turn.swaps_sides:
                     image_HWC = image_HWC.swapaxes(0, 1)
                 image_HWC = image_HWC[:: self._turn.step_y, :: self._turn.step_x]
                 yield torch.from_numpy(np.ascontiguousarray(image_HWC))
+
+    def _rgb(self, frame: VideoFrame) -> np.ndarray:
+        """uint8 [H, W, 3]. threads=1, because by default a conversion starts one thread per core."""
+        if not self._has_alpha(frame):
+            return frame.to_ndarray(format="rgb24", threads=1)
+        image_HWC = frame.to_ndarray(format="rgba", threads=1)
+        if image_HWC[..., 3].min() == 255:
+            return np.ascontiguousarray(image_HWC[..., :3])
+        return to_rgb(Image.fromarray(image_HWC), "white")
+
+    def _has_alpha(self, frame: VideoFrame) -> bool:
+        """Whether the frame is put on white."""
+        return self._transparent != "drop" and any(part.is_alpha for part in frame.format.components)
+
+
+def _sound_places(frames: Iterable[VideoFrame]) -> Iterator[int]:
+    return (frame.pts for frame in frames if frame.pts is not None and not frame.is_corrupt)
+
+
+def _is_key(packet: Packet[VideoStream], codec: str, place: int) -> bool:
+    """Whether decoding can start at the packet."""
+    if codec == "gif":  # every frame is marked as a key frame, but is drawn over the frame before it
+        return place == 0
+    if codec in ("mpeg1video", "mpeg2video"):
+        # QuickTime files mark none, which marks all. A picture's header tells (ISO/IEC 13818-2, 6.2.3).
+        _, found, picture = bytes(packet).partition(b"\0\0\1\0")
+        return packet.is_keyframe and (not found or picture[1:2] == b"" or picture[1] >> 3 & 7 == 1)
+    return packet.is_keyframe
+
+
+def _is_recovery_point(packet: Packet[VideoStream], stream: VideoStream) -> bool:
+    """Whether an H.264 packet, in the form of MP4 and Matroska, has a recovery point message and no IDR
+    picture, as where a picture begins to be refreshed bit by bit (ITU-T H.264, 7.3.1 and D.1.8; ISO/IEC
+    14496-15, 5.3.3.1)."""
+    settings, data = stream.codec_context.extradata or b"", bytes(packet)
+    if len(settings) < 5 or settings[0] != 1:
+        return False
+    width, at, has_message = (settings[4] & 3) + 1, 0, False
+    while at + width + 2 <= len(data):
+        unit = data[at + width : at + width + 2]
+        if unit[0] & 31 == 5:
+            return False  # a whole picture
+        has_message |= unit[0] & 31 == 6 and unit[1] == 6
+        at += width + int.from_bytes(data[at : at + width], "big")
+    return has_message
 
 
 def _pts_of(packet: Packet[VideoStream]) -> int | None:

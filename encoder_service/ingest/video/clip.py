@@ -26,19 +26,20 @@ from typing import ClassVar
 import torch
 
 from encoder_service.errors import ClipTooLarge, InvalidOption, UndecodableClip
-from encoder_service.ingest.resize import resize_and_pad
+from encoder_service.ingest.decode import Transparent
+from encoder_service.ingest.resize import resize_and_pad, resize_bytes
 from encoder_service.ingest.settings import MoonViTVideoSettings, QwenVideoSettings
-from encoder_service.ingest.video.container import check_tables, check_whole, container_of
+from encoder_service.ingest.video.boxes import check_tables
+from encoder_service.ingest.video.container import check_whole, container_of, gif_pictures
 from encoder_service.ingest.video.source import ClipHeader, ClipLimits, ClipSource, FramesClip
-from encoder_service.ingest.video.webp import WebPClip
 from encoder_service.types import EncodedFile, FrameArray, FrameItem, Grid, PreprocessOptions
 
 MAX_FPS = 1000.0
 
 
-def open_source(data: bytes, limits: ClipLimits) -> ClipSource:
-    """Opens a clip file and decodes its first frame, except for WebP. Raises UndecodableClip; ClipTooLarge
-    with the number found and the number allowed."""
+def open_source(data: bytes, limits: ClipLimits, transparent: Transparent = "white") -> ClipSource:
+    """Opens a clip file and decodes its first frame. transparent: how alpha is handled, see ``decode``.
+    Raises UndecodableClip; ClipTooLarge with the number found and the number allowed."""
     if len(data) > limits.max_encoded_bytes:
         raise ClipTooLarge(
             f"the clip file has {len(data)} bytes, the limit is {limits.max_encoded_bytes}",
@@ -47,14 +48,14 @@ def open_source(data: bytes, limits: ClipLimits) -> ClipSource:
         )
     container = container_of(data)
     check_whole(data, container)
-    if container == "webp":
-        return WebPClip(data, limits)
     if container == "mov":
         check_tables(data, limits.max_source_frames)
+    if container == "gif":
+        data = gif_pictures(data)
     # Imported here, because PyAV loads slowly and a service that only sees images does not need it.
     from encoder_service.ingest.video.av_file import AvFile
 
-    return AvFile(data, container, limits)
+    return AvFile(data, container, limits, transparent)
 
 
 @dataclass(frozen=True)
@@ -75,19 +76,26 @@ class ClipRules(abc.ABC):
     """One family's rules for clips with one checkpoint's settings. Stateless and thread-safe.
 
     rules: version of the rules in the code. options: names of the accepted overrides. limits: limits of a
-    clip. patch_size: pixels of a patch's side.
+    clip. patch_size: pixels of a patch's side. transparent: how alpha of a file's frames is handled.
     """
 
     rules: ClassVar[str]
     options: ClassVar[tuple[str, ...]]
 
     def __init__(
-        self, settings: QwenVideoSettings | MoonViTVideoSettings, limits: ClipLimits, patch_size: int
+        self,
+        settings: QwenVideoSettings | MoonViTVideoSettings,
+        limits: ClipLimits,
+        patch_size: int,
+        transparent: Transparent,
     ) -> None:
         self.limits = limits
         self.patch_size = patch_size
+        self.transparent = transparent
         # The part of the settings that the fingerprint covers.
-        self.described = {"rules": self.rules, "settings": dataclasses.asdict(settings)}
+        self.described: dict[str, object] = {"rules": self.rules, "settings": dataclasses.asdict(settings)}
+        if transparent != "drop":
+            self.described["transparent"] = transparent
 
     @abc.abstractmethod
     def check_values(self, options: PreprocessOptions) -> None:
@@ -132,7 +140,7 @@ class ClipRules(abc.ABC):
         timestamps_s: Sequence[float] | None = None
         source: ClipSource
         if isinstance(content, EncodedFile):
-            source = open_source(content.data, self.limits)
+            source = open_source(content.data, self.limits, self.transparent)
         else:
             source, timestamps_s = FramesClip(content, self.limits), content.timestamps_s
         try:
@@ -171,13 +179,17 @@ def timestamps_of(indices: Sequence[int], source_fps: float) -> tuple[float, ...
 class Clip:
     """An open clip. One thread at a time reads it. Any thread may close it at any time.
 
-    plan: what is read of it. decode_ms, resize_ms: time spent so far.
+    plan: what is read of it. decode_ms, resize_ms: time spent so far. held_bytes: memory of the open decoder
+    and of resizing one frame at most, without the file and the pieces.
     """
 
     def __init__(self, rules: ClipRules, source: ClipSource, plan: ClipPlan) -> None:
         """Raises ClipTooLarge if decoding would exceed the limit of decoded pixels."""
         self.plan = plan
         self.decode_ms = self.resize_ms = 0.0
+        header, size = source.header, (plan.height, plan.width)
+        padded = plan.grid.h * rules.patch_size, plan.grid.w * rules.patch_size
+        self.held_bytes = source.held_bytes + resize_bytes(header.height, header.width, size, padded)
         self._rules = rules
         self._source = source
         self._frames = iter(source.frames(plan.indices))

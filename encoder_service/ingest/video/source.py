@@ -1,13 +1,13 @@
 """The interface of sources of frames, the limits of all clips, and clips given as arrays of frames.
 
 Owns ``ClipSource``, the limits of clips, the translation of decoders' exceptions, and ``FramesClip``, a clip
-that the caller decoded. ``av_file`` and ``webp`` read files, ``clip`` opens them.
-
+that the caller decoded. ``av_file`` reads files, ``clip`` opens them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -75,6 +75,7 @@ class ClipSource(Protocol):
     """An open clip. One thread at a time uses it, not always the same one. Any thread may call ``stop``."""
 
     header: ClipHeader
+    held_bytes: int  # by the open source and one of its frames at most, without the file
 
     def frames(self, indices: Sequence[int]) -> Iterator[torch.Tensor]:
         """The frames at these ascending indices as uint8 [H, W, 3]. The call raises ClipTooLarge if decoding
@@ -96,12 +97,40 @@ def decoder_errors(num_bytes: int, name: str) -> Iterator[None]:
     except VisionEncoderError:
         raise
     except Exception as error:
-        cause = getattr(error, "strerror", None) or str(error) or type(error).__name__
         raise UndecodableClip(
-            f"the {name} file of {num_bytes} bytes is damaged or of an unsupported kind: {cause}",
+            f"the {name} file of {num_bytes} bytes is damaged or of an unsupported kind: {_cause(error)}",
             container=name,
             found_bytes=num_bytes,
         ) from error
+
+
+# What FFmpeg means by the system's error numbers.
+_CAUSES = {
+    errno.EPERM: "a frame depends on frames that the file does not have",
+    errno.EINVAL: "a field has a value that is not allowed",
+    errno.ENOMEM: "it takes more memory than a decoder may use",
+    errno.EIO: "it ends within a frame, or an offset leads outside of it",
+    errno.EAGAIN: "a decoder gives no frame",
+    errno.ENOENT: "it refers to another file",
+    errno.ERANGE: "a number is out of range",
+    errno.EDOM: "a number is out of range",
+    errno.ENOSYS: "it uses a feature that the decoder lacks",
+}
+
+
+def _cause(error: Exception) -> str:
+    """What is wrong with a file, in words."""
+    text = getattr(error, "strerror", None) or str(error)
+    name = type(error).__name__
+    if text == "Invalid data found when processing input":
+        return "its data cannot be decoded"
+    if text == "End of file":
+        return "it ends too early"
+    if text.startswith("Not yet implemented in FFmpeg") or name in ("PatchWelcomeError", "ExperimentalError"):
+        return _CAUSES[errno.ENOSYS]
+    if text.startswith(("Internal bug", "Unknown error", "Generic error")) or not text:
+        return f"the decoder failed ({name})"
+    return _CAUSES.get(getattr(error, "errno", None) or 0, text)
 
 
 def check_num_frames(num_frames: int, limits: ClipLimits) -> None:
@@ -158,7 +187,7 @@ class FramesClip:
         if frames.dtype != torch.uint8 or frames.dim() != 4 or frames.shape[3] != 3 or not frames.shape[0]:
             raise PixelTensorMismatch(
                 f"frames are {str(frames.dtype).removeprefix('torch.')} {list(frames.shape)}, "
-                "needed are uint8 [T, H, W, 3] with T of at least 1",
+                "needed are uint8 [T, H, W, 3] with T of at least 1; alpha is not taken",
                 found=list(frames.shape),
                 needed="uint8 [T, H, W, 3]",
             )
@@ -170,6 +199,7 @@ class FramesClip:
         if not (math.isfinite(fps) and fps > 0):
             raise InvalidRequest(f"frames have {fps} fps, needed is a finite number above 0", found=fps)
         self._frames_THWC = frames
+        self.held_bytes = 0  # the array is the caller's
         self.header = ClipHeader(num_frames, fps, height, width)
         check_frame_size(width, height, limits)
         check_num_frames(num_frames, limits)

@@ -357,7 +357,7 @@ class Item(google.protobuf.message.Message):
     authoritative inside the request's namespace.
     """
     encoded: builtins.bytes
-    """a file: JPEG, PNG, WebP, ...; of a clip MP4, WebM, MKV, GIF, WebP"""
+    """a file: JPEG, PNG, WebP, ...; of a clip MP4, WebM, MKV, GIF"""
     url: builtins.str
     """refused unless the server's configuration allows URLs"""
     @property

@@ -30,7 +30,7 @@ CODECS: dict[str, tuple[str, str, dict[str, str]]] = {
     "h264.mkv": ("matroska", "libx264", {"preset": "veryfast"}),
     "gif.gif": ("gif", "gif", {}),
 }
-KINDS = (*CODECS, "webp.webp")
+KINDS = tuple(CODECS)
 
 
 def moving(
@@ -73,8 +73,6 @@ def encode(
 ) -> bytes:
     """A file of ``kind``. pts: of each frame, in 1/1000 s, in place of even ones; key_every: frames
     between two key frames; flags: of the MP4 muxer, which writes to a real file then."""
-    if kind == "webp.webp":
-        return webp(frames, round(1000 / fps))
     container, codec, options = CODECS[kind]
     file = io.BytesIO()
     with tempfile.TemporaryDirectory() as folder:
@@ -103,14 +101,6 @@ def encode(
         return target.read_bytes() if isinstance(target, Path) else target.getvalue()
 
 
-def webp(frames: np.ndarray, duration_ms: int | list[int]) -> bytes:
-    """An animated WebP, lossless."""
-    file = io.BytesIO()
-    first, *others = (Image.fromarray(frame) for frame in frames)
-    first.save(file, "WEBP", save_all=True, append_images=others, duration=duration_ms, lossless=True)
-    return file.getvalue()
-
-
 def audio_only(container: str = "mp4") -> bytes:
     """A file with a tone and no pictures."""
     file = io.BytesIO()
@@ -133,13 +123,6 @@ def _add_tone(out: av.container.OutputContainer, seconds: float) -> None:
 
 def decoded(data: bytes) -> np.ndarray:
     """uint8 [T, H, W, 3]: every frame as it is coded, read from the first to the last."""
-    if data[:4] == b"RIFF":
-        image = Image.open(io.BytesIO(data))
-        frames = []
-        for place in range(getattr(image, "n_frames", 1)):
-            image.seek(place)
-            frames.append(np.array(image.convert("RGB")))
-        return np.stack(frames)
     with av.open(io.BytesIO(data)) as file:
         return np.stack([frame.to_ndarray(format="rgb24") for frame in file.decode(video=0)])
 
@@ -164,3 +147,30 @@ def patched_matrix(data: bytes, matrix: tuple[int, int, int, int]) -> bytes:
     a, b, c, d = (value << 16 for value in matrix)
     packed = struct.pack(">9i", a, b, 0, c, d, 0, 0, 0, 1 << 30)
     return data[:start] + packed + data[start + 36 :]
+
+
+def cut(data: bytes, num_packets: int, container: str) -> bytes:
+    """The video of a file without its first packets, copied into another container."""
+    file = io.BytesIO()
+    with av.open(io.BytesIO(data)) as source, av.open(file, "w", format=container) as out:
+        stream = source.streams.video[0]
+        copied = out.add_stream_from_template(stream)
+        for place, packet in enumerate(source.demux(stream)):
+            if packet.size and place >= num_packets:
+                packet.stream = copied
+                out.mux(packet)
+    return file.getvalue()
+
+
+def transparent(rgba_THWC: np.ndarray, codec: str = "libvpx-vp9", fps: int = 10) -> bytes:
+    """A WebM file with alpha."""
+    file = io.BytesIO()
+    with av.open(file, "w", format="webm") as out:
+        stream = out.add_stream(codec, rate=fps, options={"auto-alt-ref": "0", "crf": "4", "b": "0"})
+        stream.height, stream.width, stream.pix_fmt = *rgba_THWC.shape[1:3], "yuva420p"
+        for place, image in enumerate(rgba_THWC):
+            frame = av.VideoFrame.from_ndarray(image, format="rgba")
+            frame.pts, frame.time_base = place, Fraction(1, fps)
+            out.mux(stream.encode(frame))
+        out.mux(stream.encode(None))
+    return file.getvalue()

@@ -155,3 +155,61 @@ def test_formats_off_the_list_are_not_opened(kind: str) -> None:
         data = {"PSD": b"8BPS\0\1" + b"\0" * 60, "FITS": b"SIMPLE  =" + b" " * 80, "XPM": b"/* XPM */"}[kind]
     with pytest.raises(UndecodableImage):
         decode_rgb(data, LIMITS)
+
+
+def icon(kind: bytes) -> bytes:
+    """A Windows icon of 128 pixels with its mask, as editors write it."""
+    noise = np.random.default_rng(1).integers(0, 256, (128, 128, 4), dtype=np.uint8)
+    data = image_files.encode(Image.fromarray(noise), "ICO", sizes=[(128, 128)], bitmap_format="bmp")
+    return data[:2] + kind + data[4:14] + (67_624).to_bytes(4, "little") + data[18:] + bytes(2048)
+
+
+@pytest.mark.parametrize(
+    ("data", "name"),
+    [
+        (icon(b"\1\0"), "a Windows icon"),
+        (icon(b"\2\0"), "a Windows cursor"),
+        (b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + bytes(64), "a HEIF or HEIC image"),
+        (b"\0\0\0\x18ftypmif1\0\0\0\0mif1heic" + bytes(64), "a HEIF or HEIC image"),
+        (b"\0\0\0\x18ftypisom\0\0\0\0isommp42" + bytes(64), "an MP4 or other ISO file"),
+        (b"\xff\x0a" + bytes(64), "a JPEG XL image"),
+        (b"8BPS\0\1" + bytes(64), "a Photoshop image"),
+        (b"%PDF-1.7\n" + bytes(64), "a PDF document"),
+        (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "an SVG drawing"),
+        (b"\x1a\x45\xdf\xa3" + bytes(64), "a Matroska or WebM file"),
+        (b"PK\x03\x04" + bytes(64), "a ZIP archive"),
+    ],
+)
+def test_p54_a_format_off_the_list_is_refused_by_name(data: bytes, name: str) -> None:
+    for read in (read_size, decode_rgb):
+        with pytest.raises(UndecodableImage, match=f"{name}.*; readable formats are JPEG, PNG"):
+            read(data, LIMITS)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        bytes(18),
+        b"\0\0\2\0\0\0\0\x18\0\0\0\0\x10\0\x10\0\x18\0",  # bits of a colour map without one
+        b"\0\1\1\0\0\0\0\x18\0\0\0\0\x10\0\x10\0\x08\0",  # a colour map of 0 entries
+        b"\0\0\1\0\0\0\0\0\0\0\0\0\x10\0\x10\0\x08\0",  # indices without a colour map
+        b"\0\0\2\0\0\0\0\0\0\0\0\0\x10\0\x10\0\x09\0",  # 9 bits
+        b"\0\0\2\0\0\0\0\0\0\0\0\0\x10\0\x10\0\x18\x08",  # 24 bits with alpha
+        b"\0\0\2\0\0\0\0\0\0\0\0\0\0\0\x10\0\x18\0",  # no width
+        b"\0\0\2\0\0\0\0\0\0\0\0\0\x10\0\x10\0\x18\xc0",  # reserved flags
+    ],
+)
+def test_a_header_that_a_tga_file_would_not_have_is_no_image(header: bytes) -> None:
+    with pytest.raises(UndecodableImage, match="no image that can be read"):
+        read_size(header + bytes(4096), LIMITS)
+
+
+@pytest.mark.parametrize("kind", [b"IHDR", b"PLTE"])
+def test_damage_names_the_format_and_the_chunk(kind: bytes) -> None:
+    """The text of the plugin that recognises a file, not that of the last one that was tried."""
+    data = bytearray(FILES["png-P"])
+    at = data.index(kind)
+    data[at + 4 + int.from_bytes(data[at - 4 : at], "big")] ^= 1
+    for read in (read_size, decode_rgb) if kind == b"IHDR" else (decode_rgb,):
+        with pytest.raises(UndecodableImage, match=f"PNG file of .* its chunk {kind.decode()} has a wrong"):
+            read(bytes(data), LIMITS)

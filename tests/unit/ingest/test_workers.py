@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from encoder_service.ingest.workers import IngestWorkers
+from encoder_service.ops.shares import Holder
 from tests.unit.service.rig import until
 from tests.waiting import PATIENCE_S
 
@@ -120,6 +121,41 @@ async def test_memory_and_thread_are_held_until_the_job_of_a_caller_who_left_has
     assert workers.memory.num_used == 700
     gate.open()
     await until(lambda: workers.memory.num_used == 0)
+
+
+class OpenClip:
+    """A clip as the workers see it."""
+
+    num_open = 0
+
+    def __init__(self, held_bytes: int) -> None:
+        self.held_bytes = held_bytes
+        OpenClip.num_open += 1
+
+    def close(self) -> None:
+        OpenClip.num_open -= 1
+
+
+async def test_p50_what_open_clips_hold_counts_until_they_are_closed(workers: IngestWorkers) -> None:
+    go_on, num_inside = asyncio.Event(), 0
+
+    async def use(holder: Holder, held_bytes: int) -> None:
+        nonlocal num_inside
+        async with workers.open_clip(holder, lambda: OpenClip(held_bytes)):  # type: ignore[arg-type, return-value]
+            num_inside += 1
+            await go_on.wait()
+
+    clips = [asyncio.ensure_future(use(FLOOD, 400)) for _ in range(5)]
+    await until(lambda: num_inside == 1 and OpenClip.num_open == 2)
+    await asyncio.sleep(0.01)
+    # One is inside, one is open and waits for memory, which keeps the others from opening.
+    assert (num_inside, OpenClip.num_open, workers.memory.num_used) == (1, 2, 400)
+    clips[1].cancel()
+    probe = asyncio.ensure_future(use(PROBE, 100))
+    await until(lambda: num_inside == 2)
+    go_on.set()
+    await asyncio.gather(*clips, probe, return_exceptions=True)
+    assert OpenClip.num_open == 0
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have a niceness of their own on Linux alone")

@@ -166,7 +166,7 @@ def test_a_closed_clip_gives_nothing_more(tmp_path: Path) -> None:
     clip.close()
 
 
-@pytest.mark.parametrize("kind", ["h264.mp4", "webp.webp"])
+@pytest.mark.parametrize("kind", ["h264.mp4", "gif.gif"])
 def test_a_clip_that_is_closed_while_it_is_read_stops_between_two_frames(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
