@@ -124,7 +124,7 @@ class Service:
         self._engine: DeviceEngine | None = None
         self._workers = ThreadPoolExecutor(settings.ingest_threads or usable_cores(), "ingest")
         self._tokens = open_tokens(settings)
-        self.gate = call_gate(settings, self._tokens, self.metrics)
+        self.gate = call_gate(settings, self._tokens, self.metrics, self.requests)
         self._grpc = open_grpc(settings, self.gate)
         self._urls = open_urls(settings, self.metrics)
         self._segments: PixelSegments | None = None

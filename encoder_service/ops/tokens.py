@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import itertools
 import secrets
 import time
 from collections.abc import Callable, Mapping
@@ -24,10 +23,11 @@ from encoder_service.ops.reloaded import Reloaded
 
 @dataclass(frozen=True)
 class _Table:
-    """Tokens as keyed digests. by_namespace: the digests of each namespace. known: all digests."""
+    """Tokens as keyed digests. by_namespace: the digests of each namespace. names: the namespaces that each
+    digest opens."""
 
     by_namespace: Mapping[str, tuple[bytes, ...]]
-    known: frozenset[bytes]
+    names: Mapping[bytes, tuple[str, ...]]
 
 
 class NamespaceTokens:
@@ -64,7 +64,15 @@ class NamespaceTokens:
 
     def knows(self, token: str) -> bool:
         """Whether the token opens any namespace."""
-        return self._digest(token) in self._table.current().known
+        return bool(self.names_of(token))
+
+    def names_of(self, token: str) -> tuple[str, ...]:
+        """The namespaces that the token opens."""
+        return self._table.current().names.get(self._digest(token), ())
+
+    def has_token(self, namespace: str) -> bool:
+        """Whether the namespace has a token."""
+        return namespace in self._table.current().by_namespace
 
     def names(self) -> frozenset[str]:
         """The namespaces that have tokens."""
@@ -73,7 +81,11 @@ class NamespaceTokens:
     def _build(self, text: bytes = b"") -> _Table:
         found = parse_tokens(text, self._file)
         by_namespace = {name: tuple(map(self._digest, values)) for name, values in found.items()}
-        return _Table(by_namespace, frozenset(itertools.chain(*by_namespace.values())))
+        names: dict[bytes, tuple[str, ...]] = {}
+        for name, digests in by_namespace.items():
+            for digest in digests:
+                names[digest] = (*names.get(digest, ()), name)
+        return _Table(by_namespace, names)
 
     def _digest(self, token: str) -> bytes:
         return hmac.digest(self._secret, token.encode(errors="surrogatepass"), hashlib.sha256)

@@ -29,7 +29,7 @@ Answer = TypeVar("Answer")
 
 @dataclass(frozen=True)
 class ItemReader:
-    """admission: counts content that is not part of a message; the call counts its message's own bytes.
+    """admission: counts content that is not part of a message; the gate counts messages.
     segments, urls: None where such items are refused."""
 
     admission: Admission

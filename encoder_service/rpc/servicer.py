@@ -44,8 +44,6 @@ class VisionEncoderServicer:
         reader: ItemReader,
         metrics: Metrics,
     ) -> None:
-        """reader: its admission also counts the messages of the calls in progress, so that content is counted
-        from here on, also of callers that join an encode or whose content is still to be hashed."""
         self.metrics = metrics
         self._pipeline = pipeline
         self._info = info
@@ -107,13 +105,9 @@ class VisionEncoderServicer:
 
         call = observed.this_call()
         self._check_call(request.namespace, request.model, len(request.items))
-        permit = self._reader.admission.acquire(call.message_bytes)
-        try:
-            return pb.PrefetchResponse(
-                statuses=await asyncio.gather(*itertools.starmap(one, enumerate(request.items)))
-            )
-        finally:
-            permit.release()
+        return pb.PrefetchResponse(
+            statuses=await asyncio.gather(*itertools.starmap(one, enumerate(request.items)))
+        )
 
     async def touch(self, request: pb.TouchRequest, _: Context) -> pb.TouchResponse:
         check_namespace(request.namespace)
@@ -156,18 +150,14 @@ class VisionEncoderServicer:
         tier = convert.wanted_tier(request.delivery)
         if request.after_lost_read:
             self._delivery.count_reads(request.namespace, 0, len(items))
-        permit = self._reader.admission.acquire(call.message_bytes)
-        try:
-            stream = ItemStream(
-                self._pipeline,
-                self._delivery,
-                context,
-                call,
-                wanted=Wanted(request.namespace, tier, request.after_lost_read),
-            )
-            await stream.run(one, items)
-        finally:
-            permit.release()
+        stream = ItemStream(
+            self._pipeline,
+            self._delivery,
+            context,
+            call,
+            wanted=Wanted(request.namespace, tier, request.after_lost_read),
+        )
+        await stream.run(one, items)
 
     # -- shared ----------------------------------------------------------------------------------------
 
