@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import os
 import socket
+import sys
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from urllib.parse import quote
@@ -24,6 +25,8 @@ log = structlog.get_logger(__name__)
 
 DESCRIPTORS = "/proc/self/fd"
 CHECK_S = 0.25
+# Of tcpi_bytes_received in struct tcp_info of linux/tcp.h.
+BYTES_RECEIVED_AT = 128
 
 
 @dataclass(frozen=True)
@@ -33,11 +36,6 @@ class Connection:
     descriptor: int
     port: int
     peer: str
-
-    def option(self, name: int, num_bytes: int) -> bytes:
-        """A TCP option of the socket. Raises OSError."""
-        with _borrowed(self.descriptor) as found:
-            return found.getsockopt(socket.IPPROTO_TCP, name, num_bytes)
 
     def end(self) -> None:
         """Ends the connection, unless the descriptor has become another's."""
@@ -54,23 +52,47 @@ def open_connections() -> Iterator[Connection]:
     except OSError:
         return
     for name in names:
-        with contextlib.suppress(OSError):
-            if not os.readlink(f"{DESCRIPTORS}/{name}").startswith("socket:"):
-                continue
-            with _borrowed(int(name)) as found:
-                own, peer = found.getsockname(), found.getpeername()
-            if isinstance(own, tuple) and isinstance(peer, tuple):
-                yield Connection(int(name), own[1], _peer(peer))
+        found = connection_of(int(name))
+        if found is not None:
+            yield found
 
 
-@contextlib.contextmanager
-def _borrowed(descriptor: int) -> Iterator[socket.socket]:
-    """The descriptor as a socket that does not close it."""
-    found = socket.socket(socket.AF_INET, socket.SOCK_STREAM, fileno=descriptor)
+def connection_of(descriptor: int) -> Connection | None:
+    """None unless the descriptor is a TCP connection."""
     try:
-        yield found
-    finally:
-        found.detach()
+        with _borrowed(descriptor) as found:
+            own, peer = found.getsockname(), found.getpeername()
+    except OSError:  # no socket, no connection, or closed by now
+        return None
+    if isinstance(own, tuple) and isinstance(peer, tuple):
+        return Connection(descriptor, own[1], _peer(peer))
+    return None
+
+
+def received_bytes(descriptor: int) -> int | None:
+    """What a TCP connection has received. None where the kernel does not count it."""
+    try:
+        with _borrowed(descriptor) as found:
+            info = found.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, BYTES_RECEIVED_AT + 8)
+    except OSError:
+        return None
+    if len(info) < BYTES_RECEIVED_AT + 8:
+        return None
+    return int.from_bytes(info[BYTES_RECEIVED_AT:], sys.byteorder)
+
+
+class _borrowed:  # noqa: N801
+    """The descriptor as a socket that does not close it: it is gRPC's."""
+
+    def __init__(self, descriptor: int) -> None:
+        """Raises OSError for what is no socket."""
+        self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM, fileno=descriptor)
+
+    def __enter__(self) -> socket.socket:
+        return self._socket
+
+    def __exit__(self, *_: object) -> None:
+        self._socket.detach()
 
 
 def _peer(address: tuple[str, int]) -> str:
@@ -79,6 +101,10 @@ def _peer(address: tuple[str, int]) -> str:
     if ":" in host:
         return f"ipv6:{quote(f'[{host}]', safe=':')}:{address[1]}"
     return f"ipv4:{host}:{address[1]}"
+
+
+def is_tcp(peer: str) -> bool:
+    return peer.startswith(("ipv4:", "ipv6:"))
 
 
 class ConnectionShares:

@@ -96,12 +96,13 @@ class CallGate:
         admission: Admission,
         max_message_bytes: int,
     ) -> None:
-        """admission: counts the messages of calls in progress."""
+        """admission: counts the messages of calls in progress. Those that are still arriving count
+        apart, with the same limit."""
         self.permits = permits
         self.refused: Counter[str] = Counter()
         self._tokens = tokens
         self._admission = admission
-        self._arrivals = Arrivals(admission, max_message_bytes)
+        self.arrivals = Arrivals(admission.max_bytes, max_message_bytes)
         self._short_calls = CallPermits(MAX_SHORT_CALLS)
         self._streams = CallPermits(MAX_STREAMS)
         self._large = WaitingShares(1)
@@ -121,7 +122,7 @@ class CallGate:
                 call.tokens, call.host = self._tokens, host_of(context.peer())
                 call.holder = holder_of_caller(names, call.host)
                 with self.permits.call(call.holder):
-                    data = await self._arrivals.read(context, RECEIVE_S)
+                    data = await self.arrivals.read(context, call.holder, RECEIVE_S)
                     if data is None:
                         raise InvalidRequest(NO_MESSAGE)
                     permit = self._admission.acquire(len(data))
@@ -154,9 +155,9 @@ class CallGate:
         lasts until its caller ends it."""
         permits = self._streams if stays else self._short_calls
 
-        async def requests(context: Context) -> AsyncIterator[Request]:
+        async def requests(context: Context, holder: Holder) -> AsyncIterator[Request]:
             is_first = True
-            while (data := await self._arrivals.read(context, RECEIVE_S)) is not None:
+            while (data := await self.arrivals.read(context, holder, RECEIVE_S)) is not None:
                 is_first = False
                 if len(data) > MAX_SMALL_BYTES:
                     raise InvalidRequest(
@@ -174,8 +175,9 @@ class CallGate:
                 if needs_token:
                     token = bearer_token(tuple(context.invocation_metadata() or ()))
                     names = check_caller(self._tokens, token)
-                with permits.call(holder_of_caller(names, host_of(context.peer()))):
-                    return await behaviour(requests(context), context)
+                holder = holder_of_caller(names, host_of(context.peer()))
+                with permits.call(holder):
+                    return await behaviour(requests(context, holder), context)
             except VisionEncoderError as error:
                 self.refused[error.reason] += 1
                 answer = status_of(error), status_text(error), trailing_metadata(error)

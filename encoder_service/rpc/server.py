@@ -86,6 +86,7 @@ class GrpcServer:
             "grpc.compression_enabled_algorithms_bitset": IDENTITY_ALONE,
             "grpc.max_allowed_incoming_connections": int(settings.max_connections * (1 + EXTRA_CONNECTIONS)),
             "grpc.max_concurrent_streams": MAX_STREAMS,
+            "grpc.http.overload_protection": 0,
             "grpc.server.max_pending_requests": MAX_PENDING_CALLS,
             "grpc.server.max_pending_requests_hard_limit": MAX_PENDING_CALLS_EVER,
             "grpc.http2.bdp_probe": 0,
