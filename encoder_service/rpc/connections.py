@@ -41,7 +41,8 @@ class Connection:
         """Ends the connection, unless the descriptor has become another's."""
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self.descriptor)) as own:
             # The copy keeps this socket, whatever becomes of the descriptor.
-            if _peer(own.getpeername()) == self.peer:
+            found = connection_of(own.fileno())
+            if found is not None and found.peer == self.peer:
                 own.shutdown(socket.SHUT_RDWR)
 
 
@@ -86,7 +87,8 @@ class _borrowed:  # noqa: N801
 
     def __init__(self, descriptor: int) -> None:
         """Raises OSError for what is no socket."""
-        self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM, fileno=descriptor)
+        # The family with the longest addresses: Python reads as many bytes of one as the family has.
+        self._socket = socket.socket(socket.AF_INET6, socket.SOCK_STREAM, fileno=descriptor)
 
     def __enter__(self) -> socket.socket:
         return self._socket

@@ -115,7 +115,7 @@ class CallGate:
         DeadlineExceeded."""
 
         async def handle(_: object, context: Context) -> Response:
-            call, request, permit = observed.this_call(), None, None
+            call, permit, is_refused = observed.this_call(), None, True
             try:
                 token = bearer_token(call.metadata)
                 names = check_caller(self._tokens, token)
@@ -131,9 +131,10 @@ class CallGate:
                     namespace = getattr(request, "namespace", None)
                     if namespace is not None:
                         check_namespace(self._tokens, token, namespace)
+                    is_refused = False
                     return await behaviour(request, context)
             except VisionEncoderError as error:
-                if request is None:
+                if is_refused:
                     self.refused[error.reason] += 1
                 raise
             finally:

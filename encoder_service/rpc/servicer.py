@@ -111,9 +111,9 @@ class VisionEncoderServicer:
 
     async def touch(self, request: pb.TouchRequest, _: Context) -> pb.TouchResponse:
         check_namespace(request.namespace)
-        for row in request.rows:
-            self._pipeline.store.touch(request.namespace, row.key, row.generation)
-        self._delivery.count_reads(request.namespace, len(request.rows), request.num_lost)
+        touch = self._pipeline.store.touch
+        num_read = sum(touch(request.namespace, row.key, row.generation) for row in request.rows)
+        self._delivery.count_reads(request.namespace, num_read, request.num_lost)
         return pb.TouchResponse()
 
     # -- streams ---------------------------------------------------------------------------------------
