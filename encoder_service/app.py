@@ -129,7 +129,7 @@ class Service:
         num_threads = settings.ingest_threads or usable_cores()
         self._workers = IngestWorkers(num_threads, num_clip_workers(num_threads), settings.max_decoded_bytes)
         self._tokens = open_tokens(settings)
-        self.gate = call_gate(settings, self._tokens, self.metrics)
+        self.gate = call_gate(settings, self._tokens, self.metrics, self.requests)
         self._grpc = open_grpc(settings, self.gate)
         self._urls = open_urls(settings, self.metrics)
         self._segments: PixelSegments | None = None

@@ -13,8 +13,8 @@ from __future__ import annotations
 import hashlib
 import hmac
 import secrets
-from collections.abc import Set
-from dataclasses import dataclass
+from collections.abc import Mapping, Set
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import structlog
@@ -27,11 +27,12 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True)
 class _Table:
-    """Tokens as keyed digests. pairs: each namespace with the digest of a token that opens it. known: the
-    digests. names: the namespaces that have tokens. closed: those that have or had one."""
+    """Tokens as keyed digests. pairs: each namespace with the digest of a token that opens it. opened: the
+    namespaces that each digest opens. names: the namespaces that have tokens. closed: those that have or had
+    one."""
 
     pairs: Set[tuple[str, bytes]] = frozenset()
-    known: Set[bytes] = frozenset()
+    opened: Mapping[bytes, tuple[str, ...]] = field(default_factory=dict)
     names: frozenset[str] = frozenset()
     closed: Set[str] = frozenset()
 
@@ -63,7 +64,15 @@ class NamespaceTokens:
 
     def knows(self, token: str) -> bool:
         """Whether the token opens any namespace."""
-        return self._digest(token) in self._table.current().known
+        return bool(self.names_of(token))
+
+    def names_of(self, token: str) -> tuple[str, ...]:
+        """The namespaces that the token opens."""
+        return self._table.current().opened.get(self._digest(token), ())
+
+    def has_token(self, namespace: str) -> bool:
+        """Whether the namespace has, or has had, a token."""
+        return namespace in self._table.current().closed
 
     def names(self) -> frozenset[str]:
         """The namespaces that have tokens."""
@@ -78,8 +87,10 @@ class NamespaceTokens:
         if gone := former.names - names:
             log.warning("namespaces lost their last token and stay closed", namespaces=sorted(gone))
         pairs = {(name, self._digest(token)) for name, tokens in found.items() for token in tokens}
-        known = {digest for _, digest in pairs}
-        self._newest = _Table(pairs, known, names, former.closed | names)
+        opened: dict[bytes, tuple[str, ...]] = {}
+        for name, digest in sorted(pairs):
+            opened[digest] = (*opened.get(digest, ()), name)
+        self._newest = _Table(pairs, opened, names, former.closed | names)
         return self._newest
 
     def _digest(self, token: str) -> bytes:

@@ -1,7 +1,7 @@
-"""Who may use a namespace over gRPC: bearer tokens in the call's metadata.
+"""Who calls over gRPC, and who may use a namespace: bearer tokens in the call's metadata, the peer's address.
 
-Owns where the token is found and how a caller without a valid token is answered. ``ops.tokens`` decides which
-token opens which namespace.
+Owns where the token is found, how a caller without a valid token is answered, and under which name a caller
+shares the limits (``ops.shares``). ``ops.tokens`` decides which token opens which namespace.
 
 An unknown namespace and a namespace whose token the caller lacks get the same answer. A call without a token
 or with an unknown one fails with UNAUTHENTICATED, a call with a token of another namespace with
@@ -11,8 +11,10 @@ PERMISSION_DENIED.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from urllib.parse import unquote
 
 from encoder_service.errors import PermissionDenied, Unauthenticated
+from encoder_service.ops.shares import Holder
 from encoder_service.ops.tokens import NamespaceTokens
 
 AUTHORIZATION = "authorization"
@@ -38,11 +40,14 @@ def bearer_token(metadata: Iterable[tuple[str, str | bytes]]) -> str:
     return token.strip()
 
 
-def check_caller(tokens: NamespaceTokens, token: str) -> None:
-    """Checks the token before the request is read. For calls without a namespace it is the only check. If no
-    namespace is open, the caller needs a known token. Raises Unauthenticated."""
-    if not (tokens.open_namespaces or tokens.knows(token)):
+def check_caller(tokens: NamespaceTokens, token: str) -> tuple[str, ...]:
+    """Checks the token before the request is read, and returns the namespaces that it opens. For calls
+    without a namespace it is the only check. If no namespace is open, the caller needs a known token. Raises
+    Unauthenticated."""
+    names = tokens.names_of(token) if token else ()
+    if not (names or tokens.open_namespaces):
         raise unauthenticated(token)
+    return names
 
 
 def check_namespace(tokens: NamespaceTokens, token: str, namespace: str) -> None:
@@ -58,3 +63,24 @@ def unauthenticated(token: str) -> Unauthenticated:
     if token:
         return Unauthenticated("the token opens nothing here")
     return Unauthenticated("the call needs a token that opens its namespace: authorization: Bearer <token>")
+
+
+def host_of(peer: str) -> str:
+    """The host of a peer as gRPC names it: ipv4:10.0.0.7:4711, ipv6:%5Bfd00::7%5D:4711. Peers on unix sockets
+    are one host, "unix"."""
+    kind, _, address = peer.partition(":")
+    return unquote(address).rpartition(":")[0].strip("[]") if kind in ("ipv4", "ipv6") else "unix"
+
+
+def holder_of_caller(names: tuple[str, ...], host: str) -> Holder:
+    """Under which name a caller shares limits before its request is read. names: the namespaces that its
+    token opens."""
+    return (f"token {','.join(names)}",) if names else (f"peer {host}",)
+
+
+def holder_of_namespace(tokens: NamespaceTokens, host: str, namespace: str) -> Holder:
+    """Under which name a call for the namespace shares limits. Namespaces without a token share what their
+    caller's address may take, since any caller can make up such names."""
+    if tokens.has_token(namespace):
+        return (f"namespace {namespace}",)
+    return (f"peer {host}", f"namespace {namespace}")

@@ -49,14 +49,17 @@ class LossRate:
         self._roll()
         self._placed[0] += 1
 
-    def count_reported(self, num_read: int, num_lost: int) -> None:
-        """num_read: reads, at places and by the directory, that were not lost."""
+    def count_reported(self, num_read: int, num_lost: int) -> int:
+        """num_read: reads, at places and by the directory, that were not lost. Returns how many of the lost
+        ones count: what callers state is not checked, so no more than there were reads, and one."""
         self._roll()
         self._reported[0] += num_read
-        self._num_lost += num_lost
         num_reads = max(sum(self._placed), sum(self._reported))
+        num_lost = min(num_lost, max(0, num_reads + 1 - self._num_lost))
+        self._num_lost += num_lost
         if num_lost and self._num_lost > MAX_LOST_SHARE * num_reads:
             self._inline_until_s = self._clock() + WINDOW_S
+        return num_lost
 
     def is_high(self) -> bool:
         """Whether the namespace gets inline rows for now."""
@@ -102,8 +105,7 @@ class Delivery:
     def count_reads(self, namespace: str, num_read: int, num_lost: int) -> None:
         """Counts reads that callers report. num_lost: those that an eviction overtook."""
         self._metrics.directory_reads.inc(num_read)
-        self._metrics.reads_lost.inc(num_lost)
-        self._losses_of(namespace).count_reported(num_read, num_lost)
+        self._metrics.reads_lost.inc(self._losses_of(namespace).count_reported(num_read, num_lost))
 
     def _losses_of(self, namespace: str) -> LossRate:
         rate = self._losses.pop(namespace, None) or LossRate(self._pipeline.clock)

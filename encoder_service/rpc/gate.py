@@ -1,9 +1,12 @@
-"""The checks before every call's handler: a permit, the token, the message.
+"""The checks before every call's handler: the token, a permit, the message.
 
-Owns their order, cheapest first. Whether there is room for the call and whether the caller has any access is
-decided before the message is received and parsed. For that, every method is registered as request-streaming,
-which is the same on the wire, and the gate reads the single message. Health and reflection do not pass the
-gate; both answer without a token.
+Owns their order, cheapest first. Whether the caller has any access and whether there is room for the call is
+decided before the message is received; its bytes are counted before it is parsed, and stay counted until the
+call ends. For that, every method is registered as request-streaming, which is the same on the wire, and the
+gate reads the single message.
+
+Health, reflection and probes of other protocols need no permit, so that they answer when all are in use.
+Their messages are small, and they have limits of their own.
 """
 
 from __future__ import annotations
@@ -11,152 +14,202 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from itertools import islice
 from typing import Any, TypeVar
 
 import grpc
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import Message
 
-from encoder_service.errors import DeadlineExceeded, InvalidRequest, TooManyCalls, VisionEncoderError
+from encoder_service.errors import InvalidRequest, TooManyCalls, VisionEncoderError
+from encoder_service.ops.shares import Holder, Shares, WaitingShares
 from encoder_service.ops.tokens import NamespaceTokens
-from encoder_service.rpc import observed
-from encoder_service.rpc.auth import bearer_token, check_caller, check_namespace
-from encoder_service.scheduler.admission import Pace
+from encoder_service.rpc import messages, observed
+from encoder_service.rpc.arrivals import Arrivals
+from encoder_service.rpc.auth import (
+    bearer_token,
+    check_caller,
+    check_namespace,
+    holder_of_caller,
+    host_of,
+)
+from encoder_service.rpc.status import status_of, status_text, trailing_metadata
+from encoder_service.scheduler.admission import Admission, Pace, Permit
 
 Request = TypeVar("Request", bound=Message)
 Response = TypeVar("Response")
+Result = TypeVar("Result")
 Context = grpc.aio.ServicerContext[Any, Any]
 
 # Limit of the time from a call's start to the arrival of its message.
 RECEIVE_S = 30.0
-# Of a message: each item is one. Parsed, an empty item of two bytes takes sixty.
-MAX_FIELDS = 4096
+# A message above one of these is walked and parsed on a worker thread, one at a time.
+INLINE_BYTES = 1 << 20
+INLINE_PARTS = 1024
+# Of calls beside the service's own: health checks and probes; streams that stay, Watch and reflection.
+MAX_SMALL_BYTES = 4096
+MAX_SHORT_CALLS = 1024
+MAX_STREAMS = 1024
+NO_MESSAGE = "the call ended before its request"
 
 
 class CallPermits:
-    """The limit on calls in progress."""
+    """The limit on calls in progress, with a share for each holder."""
 
     def __init__(self, max_calls: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self.max_calls = max_calls
-        self.num_calls = 0
+        self._shares = Shares(max_calls)
         self._pace = Pace(clock)
 
+    @property
+    def num_calls(self) -> int:
+        return self._shares.num_used
+
     @contextmanager
-    def call(self) -> Iterator[None]:
-        """Counts one call while the block runs. Raises TooManyCalls with both numbers."""
-        if self.num_calls >= self.max_calls:
+    def call(self, holder: Holder = ()) -> Iterator[None]:
+        """Counts one call while the block runs. Raises TooManyCalls with all numbers. holder: () takes no
+        share, only the limit."""
+        shares = self._shares
+        if not shares.take(holder):
+            own = f", {shares.held_by(holder)} of them of this caller" if holder else ""
             raise TooManyCalls(
-                f"{self.num_calls} calls are in progress, at most {self.max_calls} may be",
+                f"{shares.num_used} calls are in progress{own}; at most {shares.limit} may be, and the last "
+                "quarter is left to others",
                 retry_after_ms=self._pace.retry_after_ms(1),
-                num_calls=self.num_calls,
-                max_calls=self.max_calls,
+                num_calls=shares.num_used,
+                num_own_calls=shares.held_by(holder),
+                max_calls=shares.limit,
             )
-        self.num_calls += 1
         try:
             yield
         finally:
-            self.num_calls -= 1
+            shares.give_back(holder)
             self._pace.note(1)
 
 
 class CallGate:
     """The gate of one server. refused: number of calls refused before their handler, by reason."""
 
-    def __init__(self, tokens: NamespaceTokens, permits: CallPermits) -> None:
+    def __init__(
+        self,
+        tokens: NamespaceTokens,
+        permits: CallPermits,
+        admission: Admission,
+        max_message_bytes: int,
+    ) -> None:
+        """admission: counts the messages of calls in progress. Those that are still arriving count
+        apart, with the same limit."""
         self.permits = permits
         self.refused: Counter[str] = Counter()
         self._tokens = tokens
+        self._admission = admission
+        self.arrivals = Arrivals(admission.max_bytes, max_message_bytes)
+        self._short_calls = CallPermits(MAX_SHORT_CALLS)
+        self._streams = CallPermits(MAX_STREAMS)
+        self._large = WaitingShares(1)
 
     def passed(
         self, behaviour: Callable[[Request, Context], Awaitable[Response]], request_type: type[Request]
     ) -> Callable[[object, Context], Awaitable[Response]]:
         """A handler that runs ``behaviour`` once all checks have passed. The call counts as in progress until
-        it ends. Raises TooManyCalls, Unauthenticated, PermissionDenied, InvalidRequest, DeadlineExceeded."""
+        it ends. Raises Unauthenticated, TooManyCalls, QueueFull, PermissionDenied, InvalidRequest,
+        DeadlineExceeded."""
 
         async def handle(_: object, context: Context) -> Response:
-            request: Request | None = None
+            call, permit, is_refused = observed.this_call(), None, True
             try:
-                with self.permits.call():
-                    request = await self._admitted(context, request_type)
+                token = bearer_token(call.metadata)
+                names = check_caller(self._tokens, token)
+                call.tokens, call.host = self._tokens, host_of(context.peer())
+                call.holder = holder_of_caller(names, call.host)
+                with self.permits.call(call.holder):
+                    data = await self.arrivals.read(context, call.holder, RECEIVE_S)
+                    if data is None:
+                        raise InvalidRequest(NO_MESSAGE)
+                    permit = self._admission.acquire(len(data), call.holder)
+                    request = await self._parsed(data, request_type, permit, call.holder)
+                    del data
+                    namespace = getattr(request, "namespace", None)
+                    if namespace is not None:
+                        check_namespace(self._tokens, token, namespace)
+                    is_refused = False
                     return await behaviour(request, context)
             except VisionEncoderError as error:
-                if request is None:
+                if is_refused:
                     self.refused[error.reason] += 1
                 raise
+            finally:
+                if permit is not None:
+                    permit.release()
 
         return handle
 
-    async def _admitted(self, context: Context, request_type: type[Request]) -> Request:
-        call = observed.this_call()
-        token = bearer_token(call.metadata)
-        check_caller(self._tokens, token)
-        data = await self._receive(context)
-        call.message_bytes = len(data)
-        request = parsed(data, request_type)
-        namespace = getattr(request, "namespace", None)
-        if namespace is not None:
-            check_namespace(self._tokens, token, namespace)
-        return request
+    def passed_aside(
+        self,
+        behaviour: Callable[[AsyncIterator[Request], Context], Awaitable[Response]],
+        request_type: type[Request],
+        *,
+        needs_token: bool = False,
+        stays: bool = False,
+    ) -> Callable[[object, Context], Awaitable[Response]]:
+        """A handler that runs ``behaviour`` with the call's messages, each of at most MAX_SMALL_BYTES. Ends
+        the call with the status of what it raises. needs_token: as calls of the service do. stays: the call
+        lasts until its caller ends it."""
+        permits = self._streams if stays else self._short_calls
 
-    async def _receive(self, context: Context) -> bytes:
-        """Reads the call's only message."""
-        try:
-            async with asyncio.timeout(RECEIVE_S):
-                data = await context.read()
-        except TimeoutError:
-            raise DeadlineExceeded(f"the request did not arrive within {RECEIVE_S} s") from None
-        if not isinstance(data, bytes):
-            raise InvalidRequest("the call ended before its request")
-        return data
+        async def requests(context: Context, holder: Holder) -> AsyncIterator[Request]:
+            is_first = True
+            while (data := await self.arrivals.read(context, holder, RECEIVE_S)) is not None:
+                is_first = False
+                if len(data) > MAX_SMALL_BYTES:
+                    raise InvalidRequest(
+                        f"the message has {len(data)} bytes, at most {MAX_SMALL_BYTES} are read here",
+                        found_bytes=len(data),
+                        max_bytes=MAX_SMALL_BYTES,
+                    )
+                yield messages.parsed(data, request_type)
+            if is_first:
+                raise InvalidRequest(NO_MESSAGE)
+
+        async def handle(_: object, context: Context) -> Response:
+            try:
+                names: tuple[str, ...] = ()
+                if needs_token:
+                    token = bearer_token(tuple(context.invocation_metadata() or ()))
+                    names = check_caller(self._tokens, token)
+                holder = holder_of_caller(names, host_of(context.peer()))
+                with permits.call(holder):
+                    return await behaviour(requests(context, holder), context)
+            except VisionEncoderError as error:
+                self.refused[error.reason] += 1
+                answer = status_of(error), status_text(error), trailing_metadata(error)
+            await context.abort(*answer)
+            raise AssertionError("abort returned")
+
+        return handle
+
+    async def _parsed(
+        self, data: bytes, request_type: type[Request], permit: Permit, holder: Holder
+    ) -> Request:
+        """Parses a message once what it becomes is counted too. Raises InvalidRequest, QueueFull."""
+        num_parts = INLINE_PARTS + 1
+        if len(data) <= INLINE_BYTES:
+            num_parts = messages.num_parts(data, request_type, INLINE_PARTS)
+        if num_parts <= INLINE_PARTS:
+            permit.add_bytes(num_parts * messages.PART_BYTES)
+            return messages.parsed(data, request_type)
+        async with self._large.hold(holder):
+            num_parts = await beside(messages.num_parts, data, request_type)
+            messages.check_parts(num_parts)
+            permit.add_bytes(num_parts * messages.PART_BYTES)
+            return await beside(messages.parsed, data, request_type)
 
 
-def parsed(data: bytes, request_type: type[Request]) -> Request:
-    """Parses a message of at most MAX_FIELDS fields. Raises InvalidRequest."""
+async def beside(function: Callable[..., Result], *arguments: object) -> Result:
+    """Runs a function on a worker thread. Returns after its end also when it is cancelled, since the thread
+    holds what is counted until then."""
+    working = asyncio.get_running_loop().run_in_executor(None, function, *arguments)
     try:
-        num_fields = sum(1 for _ in islice(fields(data), MAX_FIELDS + 1))
-        if num_fields > MAX_FIELDS:
-            raise InvalidRequest(
-                f"the message has {num_fields} or more fields, at most {MAX_FIELDS} are read"
-            )
-        return request_type.FromString(data)
-    except (DecodeError, IndexError):
-        raise InvalidRequest(
-            f"{len(data)} bytes are no {request_type.DESCRIPTOR.full_name}", found_bytes=len(data)
-        ) from None
-
-
-def fields(data: bytes) -> Iterator[int]:
-    """The tag of each field of a message, without those of messages inside it. Raises IndexError where the
-    message is cut, DecodeError for a field of an unknown kind."""
-    position = 0
-
-    def varint() -> int:
-        nonlocal position
-        value = shift = 0
-        while True:
-            byte = data[position]
-            position += 1
-            value |= (byte & 0x7F) << shift
-            if byte < 0x80:
-                return value
-            shift += 7
-            if shift > 63:
-                raise DecodeError("a number has more than ten bytes")
-
-    while position < len(data):
-        tag = varint()
-        match tag & 7:
-            case 0:
-                varint()
-            case 1:
-                position += 8
-            case 2:
-                length = varint()
-                position += length
-            case 5:
-                position += 4
-            case kind:
-                raise DecodeError(f"a field has kind {kind}")
-        yield tag
+        return await asyncio.shield(working)
+    except asyncio.CancelledError:
+        await asyncio.gather(working, return_exceptions=True)
+        raise

@@ -30,7 +30,7 @@ Answer = TypeVar("Answer")
 
 @dataclass(frozen=True)
 class ItemReader:
-    """admission: counts content that is not part of a message; the call counts its message's own bytes.
+    """admission: counts content that is not part of a message; the gate counts messages.
     segments, urls: None where such items are refused."""
 
     admission: Admission
@@ -45,21 +45,21 @@ class ItemReader:
         holder: Holder = NO_HOLDER,
     ) -> Answer:
         """Calls ``question`` with the item and returns its answer. The content is held until then. holder:
-        whose share of the URL fetches is taken. Raises as ``convert.item_from_proto``,
+        whose share of the bytes and of the URL fetches is taken. Raises as ``convert.item_from_proto``,
         ``PixelSegments.read``, ``UrlFetcher.fetch`` and ``question``; also QueueFull."""
         if message.WhichOneof("content") == "url" and self.urls is not None:
             return await self._ask_of_url(message, self.urls, question, holder)
-        async with self._read(message) as item:
+        async with self._read(message, holder) as item:
             return await question(item)
 
     @contextlib.asynccontextmanager
-    async def _read(self, message: pb.Item) -> AsyncIterator[Item]:
+    async def _read(self, message: pb.Item, holder: Holder) -> AsyncIterator[Item]:
         """The item, with content in memory that the service owns."""
         loop = asyncio.get_running_loop()
         wanted = convert.segment_from_proto(message)
         if wanted is not None and self.segments is not None:
             self.segments.check(wanted)
-            permit = self.admission.acquire(wanted.num_bytes)
+            permit = self.admission.acquire(wanted.num_bytes, holder)
             reading = self.workers.submit(self.segments.read, wanted)
             try:
                 tensor = await asyncio.wrap_future(reading)
@@ -86,7 +86,7 @@ class ItemReader:
             # An item with a digest is fetched only if its rows are not stored.
             with contextlib.suppress(UnknownKey):
                 return await question(replace(item, content=DigestOnly()))
-        permit = self.admission.acquire(0)
+        permit = self.admission.acquire(0, holder)
         try:
             data = await urls.fetch(message.url, item.modality, permit.add_bytes, holder)
             return await question(replace(item, content=EncodedFile(data)))

@@ -15,6 +15,7 @@ import grpc
 import torch
 
 from encoder_service.errors import DeadlineExceeded
+from encoder_service.ops.shares import Holder
 from encoder_service.pipeline import EncodeResult, Pipeline
 from encoder_service.rpc import convert
 from encoder_service.rpc.delivery import Delivery, Wanted
@@ -36,8 +37,8 @@ UNREAD_S = 30.0
 class OutboundBudget:
     """The unread rows of one call."""
 
-    def __init__(self, unread: UnreadBytes) -> None:
-        self._unread = unread
+    def __init__(self, unread: UnreadBytes, holder: Holder) -> None:
+        self._unread, self._holder = unread, holder
         self._num_bytes = 0
         self._has_room = asyncio.Event()
         self._has_room.set()
@@ -51,7 +52,7 @@ class OutboundBudget:
     def add(self, delivered: EncodeResult) -> None:
         """Counts rows that are ready, until ``remove``."""
         encoded = delivered.encoded
-        self._unread.add(encoded, encoded.spec.num_bytes)
+        self._unread.add(encoded, encoded.spec.num_bytes, self._holder)
         self._num_bytes += encoded.spec.num_bytes
 
     def remove(self, delivered: EncodeResult) -> None:
@@ -81,7 +82,7 @@ class ItemStream:
         self._context = context
         self._call = call
         self._wanted = wanted
-        self._budget = OutboundBudget(pipeline.unread)
+        self._budget = OutboundBudget(pipeline.unread, call.holder_of(wanted.namespace))
         self._writing = asyncio.Lock()
         self._num_items = 0
 

@@ -20,8 +20,17 @@ from encoder_service.errors import DeviceFault, Draining, NotReady, Overloaded, 
 from encoder_service.ops import traces
 from encoder_service.ops.logs import REQUEST_ID_KEY, bind_request, request_id_of
 from encoder_service.ops.metrics import Metrics
+from encoder_service.ops.shares import Holder
+from encoder_service.ops.tokens import NamespaceTokens
 from encoder_service.pipeline import EncodeResult
-from encoder_service.rpc.status import abort, as_service_error, failure_of, status_of
+from encoder_service.rpc.auth import holder_of_namespace
+from encoder_service.rpc.status import (
+    as_service_error,
+    failure_of,
+    status_of,
+    status_text,
+    trailing_metadata,
+)
 from vision_encoder.layout.keys import ROUTING_KEY
 from vision_encoder.v1 import encoder_pb2 as pb
 
@@ -43,16 +52,24 @@ TAKES_NO_WORK = (Draining, NotReady, Overloaded, DeviceFault)
 
 @dataclass
 class Call:
-    """One RPC. metadata: the caller's metadata. instance_id: of this server process. message_bytes: size of
-    the request as received."""
+    """One RPC. metadata: the caller's metadata. instance_id: of this server process. host: the caller's.
+    holder: under which name the caller shares limits before its request is read. tokens: of the server."""
 
     method: str
     request_id: str
     span: Span | None = None
     metadata: Metadata = ()
     instance_id: str = ""
-    message_bytes: int = 0
+    host: str = ""
+    holder: Holder = ()
+    tokens: NamespaceTokens | None = None
     item_spans: dict[int, Span] = field(default_factory=dict)
+
+    def holder_of(self, namespace: str) -> Holder:
+        """Under which name the call shares limits once its namespace is known."""
+        if self.tokens is None:  # not behind a gate
+            return (f"namespace {namespace}",)
+        return holder_of_namespace(self.tokens, self.host, namespace)
 
     def as_call_failure(self, error: BaseException, num_items: int) -> VisionEncoderError | None:
         """The failure of an item as the failure of its whole call, so that a gateway sees it and tries
@@ -163,10 +180,15 @@ def observed(
             error = as_service_error(found)
             status = status_of(error)
             call.failed(metrics, failure_of(error), status.name)
-            await abort(context, error, call.trailers())
+            answer = status, status_text(error), (*trailing_metadata(error), *call.trailers())
+            del error
         finally:
             metrics.count(metrics.requests, method, status.name)
             call.close(status)
+        # Here the error is gone, and with it the request that its traceback holds: a caller may leave the
+        # answer unread.
+        await context.abort(*answer)
+        raise AssertionError("abort returned")
 
     return observe
 

@@ -1,4 +1,4 @@
-"""The gRPC server: handlers, health, reflection, addresses, TLS, limits on connections.
+"""The gRPC server: handlers, addresses, TLS, limits on connections.
 
 Owns the network side of the servicer. Addresses are bound before the model loads, so that a port that is in
 use fails at once. With certificates, every ``host:port`` accepts TLS only. Unix sockets never use TLS; the
@@ -8,8 +8,8 @@ permissions of their files protect them.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import ipaddress
+import secrets
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any
 
 import grpc
 import structlog
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health
 from grpc_reflection.v1alpha import reflection
 
 from encoder_service.broker import remove_dead_socket
@@ -28,9 +28,12 @@ from encoder_service.ops.reloaded import Reloaded
 from encoder_service.ops.tls import Certificates, certificate_files
 from encoder_service.ops.tokens import NamespaceTokens
 from encoder_service.rpc import observed
+from encoder_service.rpc.connections import ConnectionShares
 from encoder_service.rpc.convert import serialize_event
 from encoder_service.rpc.gate import CallGate, CallPermits
+from encoder_service.rpc.health import Health, reflection_handlers
 from encoder_service.rpc.servicer import VisionEncoderServicer
+from encoder_service.scheduler.admission import Admission
 from vision_encoder.v1 import encoder_pb2 as pb
 
 log = structlog.get_logger(__name__)
@@ -45,14 +48,21 @@ STOP_POLL_S = 0.1
 # silence.
 MIN_PING_INTERVAL_S = 0.5
 PING_AFTER_S, PING_TIMEOUT_S = 60.0, 20.0
-IDLE_S = 1800.0
-# Streams per connection beyond the limit of calls, so that health checks pass when all calls are in use.
-SPARE_STREAMS = 64
+IDLE_S = 300.0
+# Per connection. A client's further calls wait on its side.
+MAX_STREAMS = 256
+# Calls that gRPC holds before the event loop takes them. Above the first number it refuses calls at random,
+# also those of callers that sent only one.
+MAX_PENDING_CALLS, MAX_PENDING_CALLS_EVER = 32_768, 65_536
+# gRPC accepts more connections than the limit, so that ``ConnectionShares`` can choose which ones end.
+EXTRA_CONNECTIONS = 1 / 4
+# What a caller may send of a message that is not read, also behind its request. gRPC would let it grow to
+# megabytes.
+UNREAD_BYTES = 1 << 18
+IDENTITY_ALONE = 1 << grpc.Compression.NoCompression.value
 HANDSHAKE_S = 20.0
 MAX_METADATA_BYTES = 16384
 SERVICE = pb.DESCRIPTOR.services_by_name["VisionEncoder"].full_name
-SERVING = health_pb2.HealthCheckResponse.SERVING
-NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 class GrpcServer:
@@ -73,8 +83,14 @@ class GrpcServer:
             "grpc.max_receive_message_length": settings.max_message_bytes,
             "grpc.max_send_message_length": settings.max_message_bytes,
             "grpc.so_reuseport": 0,
-            "grpc.max_allowed_incoming_connections": settings.max_connections,
-            "grpc.max_concurrent_streams": settings.max_calls + SPARE_STREAMS,
+            "grpc.compression_enabled_algorithms_bitset": IDENTITY_ALONE,
+            "grpc.max_allowed_incoming_connections": int(settings.max_connections * (1 + EXTRA_CONNECTIONS)),
+            "grpc.max_concurrent_streams": MAX_STREAMS,
+            "grpc.http.overload_protection": 0,
+            "grpc.server.max_pending_requests": MAX_PENDING_CALLS,
+            "grpc.server.max_pending_requests_hard_limit": MAX_PENDING_CALLS_EVER,
+            "grpc.http2.bdp_probe": 0,
+            "grpc.http2.lookahead_bytes": UNREAD_BYTES,
             "grpc.http2.min_ping_interval_without_data_ms": int(MIN_PING_INTERVAL_S * 1e3),
             "grpc.keepalive_permit_without_calls": 1,
             "grpc.keepalive_time_ms": int(PING_AFTER_S * 1e3),
@@ -87,30 +103,44 @@ class GrpcServer:
         if connection_age_s:
             options["grpc.max_connection_age_ms"] = int(connection_age_s * 1e3)
         self._server = grpc.aio.server(options=list(options.items()))
-        self._health = health.aio.HealthServicer()
+        self._health = Health()
         self._services: tuple[str, ...] = ()
-        self._unix_paths: list[Path] = []
+        # With the identity of the socket at the path.
+        self._unix_paths: dict[Path, tuple[int, int] | None] = {}
+        self._ports: set[int] = set()
+        self._shares = ConnectionShares(settings.max_connections)
+        self._checking: asyncio.Task[None] | None = None
 
     def bind(self, addresses: tuple[str, ...]) -> tuple[str, ...]:
         """Binds every address and returns the addresses with their actual ports (port 0 picks a free one).
         Raises ConfigurationError for an address that cannot be bound."""
         bound: list[str] = []
         for address in addresses:
-            if address.startswith("unix:"):
-                path = Path(address.removeprefix("unix:"))
-                remove_dead_socket(str(path))
-                self._unix_paths.append(path)
             try:
-                if self._certificates is None or address.startswith("unix:"):
+                if address.startswith("unix:"):
+                    self._bind_unix(Path(address.removeprefix("unix:")))
+                    bound.append(address)
+                    continue
+                if self._certificates is None:
                     port = self._server.add_insecure_port(address)
                 else:
                     port = self._server.add_secure_port(address, server_credentials(self._certificates))
-            except RuntimeError as error:
+            except (RuntimeError, OSError) as error:
                 raise ConfigurationError(f"cannot listen on {address}: {error}") from None
             if not port:
                 raise ConfigurationError(f"cannot listen on {address}")
-            bound.append(address if address.startswith("unix:") else f"{address.rpartition(':')[0]}:{port}")
+            self._ports.add(port)
+            bound.append(f"{address.rpartition(':')[0]}:{port}")
         return tuple(bound)
+
+    def _bind_unix(self, path: Path) -> None:
+        """Binds a path. gRPC unlinks the name that it was given at its end, even if another server listens
+        there by then, so it gets a name of its own, which is then renamed."""
+        remove_dead_socket(str(path))
+        own = path.with_name(f".{secrets.token_hex(4)}")
+        self._server.add_insecure_port(f"unix:{own}")
+        own.rename(path)
+        self._unix_paths[path] = file_identity(path)
 
     async def start(self, services: dict[str, dict[str, grpc.RpcMethodHandler[Any, Any]]]) -> None:
         """Registers the services, by name their handlers, and starts to answer calls."""
@@ -118,20 +148,26 @@ class GrpcServer:
         self._server.add_generic_rpc_handlers(
             [grpc.method_handlers_generic_handler(name, handlers) for name, handlers in services.items()]
         )
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        reflection.enable_server_reflection(
-            (*services, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server
+        self._server.add_generic_rpc_handlers(
+            [
+                self._health.handlers(self._gate),
+                reflection_handlers((*services, health.SERVICE_NAME, reflection.SERVICE_NAME), self._gate),
+            ]
         )
         await self.set_serving(True)
         await self._server.start()
+        self._checking = asyncio.get_running_loop().create_task(self._shares.run(self._ports))
 
     async def set_serving(self, serving: bool) -> None:
         """Sets the status that the health service reports, for the server as a whole and for each service."""
-        for name in ("", *self._services):
-            await self._health.set(name, SERVING if serving else NOT_SERVING)
+        self._health.set(("", *self._services), serving=serving)
 
     async def stop(self, grace_s: float) -> None:
         """Accepts no new calls. Calls in progress may take ``grace_s`` to end."""
+        for path, identity in self._unix_paths.items():
+            if file_identity(path) == identity:  # else another server's
+                path.unlink(missing_ok=True)
+        self._unix_paths.clear()
         stopping = asyncio.ensure_future(self._server.stop(grace_s))
         ends_s = time.monotonic() + grace_s
         quiet_s = None
@@ -142,9 +178,17 @@ class GrpcServer:
                 await self._server.stop(0)
             await asyncio.wait([stopping], timeout=min(STOP_POLL_S, max(0.01, ends_s - now_s)))
         await stopping
-        for path in self._unix_paths:
-            with contextlib.suppress(FileNotFoundError):
-                path.unlink()
+        if self._checking is not None:
+            self._checking.cancel()
+
+
+def file_identity(path: Path) -> tuple[int, int] | None:
+    """What tells a file from another one with its name. None if there is none."""
+    try:
+        found = path.lstat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def open_tokens(settings: Settings) -> NamespaceTokens:
@@ -162,9 +206,12 @@ def open_tokens(settings: Settings) -> NamespaceTokens:
     return tokens
 
 
-def call_gate(settings: Settings, tokens: NamespaceTokens, metrics: Metrics) -> CallGate:
-    """The gate of all calls. Registers its metrics, so call it once per registry."""
-    gate = CallGate(tokens, CallPermits(settings.max_calls))
+def call_gate(
+    settings: Settings, tokens: NamespaceTokens, metrics: Metrics, admission: Admission
+) -> CallGate:
+    """The gate of all calls. admission: counts their messages. Registers its metrics, so call it once per
+    registry."""
+    gate = CallGate(tokens, CallPermits(settings.max_calls), admission, settings.max_message_bytes)
     metrics.gauge("ve_open_calls", "Calls in progress.", lambda: gate.permits.num_calls)
     metrics.counter_view(
         "ve_refused_calls",

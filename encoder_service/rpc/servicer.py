@@ -44,8 +44,6 @@ class VisionEncoderServicer:
         reader: ItemReader,
         metrics: Metrics,
     ) -> None:
-        """reader: its admission also counts the messages of the calls in progress, so that content is counted
-        from here on, also of callers that join an encode or whose content is still to be hashed."""
         self.metrics = metrics
         self._pipeline = pipeline
         self._info = info
@@ -74,8 +72,10 @@ class VisionEncoderServicer:
 
         async def announce(item: Item) -> EncodedItem:
             if not request.until_encoded:
-                return await self._pipeline.prefetch(item, namespace=request.namespace)
-            result = await self._pipeline.encode(item, namespace=request.namespace, deadline_s=deadline_s)
+                return await self._pipeline.prefetch(item, namespace=request.namespace, holder=holder)
+            result = await self._pipeline.encode(
+                item, namespace=request.namespace, holder=holder, deadline_s=deadline_s
+            )
             encoded, is_stored = result.encoded, result.held.tier is not None
             result.release()
             if not is_stored:
@@ -88,7 +88,7 @@ class VisionEncoderServicer:
 
         async def one(index: int, message: pb.Item) -> pb.PrefetchStatus:
             try:
-                announced = await self._reader.ask(message, announce)
+                announced = await self._reader.ask(message, announce, holder)
             except Exception as error:
                 call_failure = call.as_call_failure(error, len(request.items))
                 if call_failure is not None:
@@ -106,20 +106,17 @@ class VisionEncoderServicer:
             )
 
         call = observed.this_call()
+        holder = call.holder_of(request.namespace)
         self._check_call(request.namespace, request.model, len(request.items))
-        permit = self._reader.admission.acquire(call.message_bytes)
-        try:
-            return pb.PrefetchResponse(
-                statuses=await asyncio.gather(*itertools.starmap(one, enumerate(request.items)))
-            )
-        finally:
-            permit.release()
+        return pb.PrefetchResponse(
+            statuses=await asyncio.gather(*itertools.starmap(one, enumerate(request.items)))
+        )
 
     async def touch(self, request: pb.TouchRequest, _: Context) -> pb.TouchResponse:
         check_namespace(request.namespace)
-        for row in request.rows:
-            self._pipeline.store.touch(request.namespace, row.key, row.generation)
-        self._delivery.count_reads(request.namespace, len(request.rows), request.num_lost)
+        touch = self._pipeline.store.touch
+        num_read = sum(touch(request.namespace, row.key, row.generation) for row in request.rows)
+        self._delivery.count_reads(request.namespace, num_read, request.num_lost)
         return pb.TouchResponse()
 
     # -- streams ---------------------------------------------------------------------------------------
@@ -127,11 +124,15 @@ class VisionEncoderServicer:
     async def encode(self, request: pb.EncodeRequest, context: Context) -> None:
         deadline_s = self._deadline_s(context)
 
-        async def one(message: pb.Item) -> EncodeResult:
-            return await self._reader.ask(
-                message,
-                lambda item: self._pipeline.encode(item, namespace=request.namespace, deadline_s=deadline_s),
+        holder = observed.this_call().holder_of(request.namespace)
+
+        async def encoded(item: Item) -> EncodeResult:
+            return await self._pipeline.encode(
+                item, namespace=request.namespace, holder=holder, deadline_s=deadline_s
             )
+
+        async def one(message: pb.Item) -> EncodeResult:
+            return await self._reader.ask(message, encoded, holder)
 
         self._check_call(request.namespace, request.model, len(request.items))
         await self._stream(context, request, one, request.items)
@@ -156,18 +157,14 @@ class VisionEncoderServicer:
         tier = convert.wanted_tier(request.delivery)
         if request.after_lost_read:
             self._delivery.count_reads(request.namespace, 0, len(items))
-        permit = self._reader.admission.acquire(call.message_bytes)
-        try:
-            stream = ItemStream(
-                self._pipeline,
-                self._delivery,
-                context,
-                call,
-                wanted=Wanted(request.namespace, tier, request.after_lost_read),
-            )
-            await stream.run(one, items)
-        finally:
-            permit.release()
+        stream = ItemStream(
+            self._pipeline,
+            self._delivery,
+            context,
+            call,
+            wanted=Wanted(request.namespace, tier, request.after_lost_read),
+        )
+        await stream.run(one, items)
 
     # -- shared ----------------------------------------------------------------------------------------
 

@@ -33,7 +33,6 @@ from encoder_service.errors import (
     PixelTensorMismatch,
     TransportUnavailable,
     UnsupportedContent,
-    VisionEncoderError,
 )
 from encoder_service.ingest.identity import check_digest, dtype_name
 from encoder_service.ingest.pixel_segments import FOLDER, MAX_RANK, PixelSegments
@@ -219,8 +218,10 @@ class TokenSpeedServer:
             self._sender,
             UnreadBytes(settings.max_undelivered_bytes),
         )
-        self._gate = CallGate(NamespaceTokens(), CallPermits(settings.max_calls))
         self._admission = Admission(0, settings.max_queued_bytes)
+        self._gate = CallGate(
+            NamespaceTokens(), CallPermits(settings.max_calls), self._admission, settings.max_message_bytes
+        )
         self._grpc = GrpcServer(settings, self._gate)
         self._mooncake: Mooncake | None = None
         self._pipeline: Pipeline | None = None
@@ -296,8 +297,8 @@ class TokenSpeedServer:
                     )
                 },
                 "tokenspeed.grpc.scheduler.TokenSpeedScheduler": {
-                    name: grpc.unary_unary_rpc_method_handler(
-                        answer, request.FromString, response.SerializeToString
+                    name: grpc.stream_unary_rpc_method_handler(
+                        self._gate.passed_aside(answer, request), None, response.SerializeToString
                     )
                     for name, answer, request, response in probes
                 },
@@ -339,34 +340,28 @@ class TokenSpeedServer:
 
     async def _encode(self, request: encoder.EncodeRequest, context: Context) -> encoder.EncodeResponse:
         """Answers once the items are encoded; their rows travel afterwards. A failed item fails its room, and
-        the call."""
+        the call. The rooms of a call that the gate refuses are not known."""
         call = observed.this_call()
         if request.request_id:
             call.request_id = request_id_of([(REQUEST_ID_KEY, request.request_id)])
             bind_request(call.request_id)
         items, rooms = request.mm_inputs.items, [each.bootstrap_room for each in request.items]
         most = convert.MAX_ITEMS_PER_REQUEST
-        try:
-            if len(items) != len(rooms) or not 1 <= len(items) <= most:
-                raise InvalidRequest(
-                    f"the call has {len(items)} items and {len(rooms)} rooms, needed are as many, 1 to {most}"
-                )
-            permit = self._admission.acquire(call.message_bytes)
-        except VisionEncoderError as error:
+        if len(items) != len(rooms) or not 1 <= len(items) <= most:
+            error = InvalidRequest(
+                f"the call has {len(items)} items and {len(rooms)} rooms, needed are as many, 1 to {most}"
+            )
             for room in rooms[:most]:
                 self._rooms.refuse(room, error)
-            raise
+            raise error
         remaining_s = context.time_remaining()
-        try:
-            work = (
-                self._encode_item(call, index, item, room, remaining_s)
-                for index, (item, room) in enumerate(zip(items, rooms, strict=True))
-            )
-            for failure in await asyncio.gather(*work, return_exceptions=True):
-                if failure is not None:
-                    raise failure
-        finally:
-            permit.release()
+        work = (
+            self._encode_item(call, index, item, room, remaining_s)
+            for index, (item, room) in enumerate(zip(items, rooms, strict=True))
+        )
+        for failure in await asyncio.gather(*work, return_exceptions=True):
+            if failure is not None:
+                raise failure
         return encoder.EncodeResponse(accepted=True)
 
     async def _encode_item(

@@ -272,10 +272,10 @@ class EmbeddingStore:
             held.drop()
         return found
 
-    def touch(self, namespace: str, key: bytes, generation: int) -> None:
-        """Records that another process has read rows of this generation. Ignores rows that are gone."""
-        for tier in self._partition(namespace).tiers():
-            tier.touch((namespace, key), generation)
+    def touch(self, namespace: str, key: bytes, generation: int) -> bool:
+        """Records that another process has read rows of this generation. Returns False if they are gone."""
+        found = [tier.touch((namespace, key), generation) for tier in self._partition(namespace).tiers()]
+        return any(found)
 
     def max_place_bytes(self, tier: TierName, namespace: str = "") -> int:
         """The size of the largest rows that are announced in this tier; 0 if there is no such tier."""

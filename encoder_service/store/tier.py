@@ -75,12 +75,14 @@ class Tier:
         entry.announced_s = self._clock()
         self.use(entry)
 
-    def touch(self, name: Name, generation: int) -> None:
-        """Records that a reader has read rows of this generation. Does nothing if they are gone."""
+    def touch(self, name: Name, generation: int) -> bool:
+        """Records that a reader has read rows of this generation. Returns False if they are gone."""
         entry = self._entries.get(name)
-        if entry is not None and self.arena.generation(entry.slot) == generation:
-            entry.announced_s = None
-            self.use(entry)
+        if entry is None or self.arena.generation(entry.slot) != generation:
+            return False
+        entry.announced_s = None
+        self.use(entry)
+        return True
 
     def num_unread(self) -> int:
         """Number of entries whose announcement is protected."""

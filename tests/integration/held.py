@@ -22,6 +22,7 @@ def held(service: RunningService) -> Mapping[str, int]:
             "bytes of calls": found.requests.num_bytes,
             "unread bytes": found.pipeline.unread.num_bytes,
             "encodes": len(found.pipeline.inflight),
+            "late bytes": found.gate.arrivals.num_bytes,
             "calls": found.gate.permits.num_calls,
             "holds": sum(sum(arena._holders.values()) - len(arena) for _, arena in found.store.arenas()),
         }

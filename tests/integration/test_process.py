@@ -54,10 +54,10 @@ def client_command(*arguments: object) -> Result:
 
 
 class ServiceProcess:
-    def __init__(self, *arguments: object) -> None:
+    def __init__(self, *arguments: object, **environment: str) -> None:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "encoder_service", "serve", *map(str, arguments)],
-            env=ENV,
+            env=ENV | environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -354,7 +354,8 @@ class Item(google.protobuf.message.Message):
     modality: Global___Modality.ValueType
     content_digest: builtins.bytes
     """Exactly 32 bytes, or empty: then the service hashes the content with BLAKE3. When given it is
-    authoritative inside the request's namespace.
+    authoritative inside the request's namespace, and not verified: under a false digest, all callers of the
+    namespace get this content's rows.
     """
     encoded: builtins.bytes
     """a file: JPEG, PNG, WebP, ...; of a clip MP4, WebM, MKV, GIF"""
@@ -1155,7 +1156,7 @@ class TouchRequest(google.protobuf.message.Message):
     NUM_LOST_FIELD_NUMBER: builtins.int
     namespace: builtins.str
     num_lost: builtins.int
-    """reads of listed rows that an eviction overtook"""
+    """reads of listed rows that an eviction overtook; more than there were reads do not count"""
     @property
     def rows(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TouchedRows]: ...
     def __init__(

@@ -77,6 +77,21 @@ async def test_p21_lost_reads_of_the_directory_make_answers_inline(
     assert rig.metrics.registry.get_sample_value("ve_reads_lost_total") == 3
 
 
+async def test_lost_reads_count_up_to_the_reads_there_were(rig: Rig, servicer: VisionEncoderServicer) -> None:
+    made_up = pb.TouchedRows(key=bytes(32), generation=1)
+    for _ in range(50):
+        await servicer.touch(
+            pb.TouchRequest(rows=[made_up] * 4000, namespace="a", num_lost=2**32 - 1), CONTEXT
+        )
+    figures = rig.metrics.registry.get_sample_value
+    assert figures("ve_directory_reads_total") == 0, "no such rows were read"
+    assert figures("ve_reads_lost_total") == 1
+    read = await announced(rig, servicer, "b")
+    assert read is not None
+    await servicer.touch(pb.TouchRequest(rows=[read] * 3, namespace="b", num_lost=1000), CONTEXT)
+    assert figures("ve_reads_lost_total") == 1 + 4
+
+
 async def test_p17_a_long_namespace_is_refused(servicer: VisionEncoderServicer) -> None:
     with pytest.raises(InvalidRequest, match="namespace has 257 bytes, at most 256"):
         await servicer.touch(pb.TouchRequest(namespace="n" * 257, num_lost=1), CONTEXT)

@@ -1,0 +1,172 @@
+"""Messages that arrive slowly are counted by what their connection has received."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import pytest
+
+from encoder_service.errors import DeadlineExceeded, QueueFull
+from encoder_service.rpc import arrivals as module
+from encoder_service.rpc.arrivals import Arrivals
+
+pytestmark = pytest.mark.anyio
+
+MAX_MESSAGE, MAX_ARRIVING = 100, 400
+TCP, UNIX = "ipv4:10.0.0.7:4711", "unix:"
+
+
+@pytest.fixture(autouse=True)
+def _short_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CHECK_S", 0.002)
+
+
+class Call:
+    """A call's context whose message comes when it is given."""
+
+    def __init__(self, peer: str) -> None:
+        self._peer = peer
+        self.num_reads = 0
+        self.message: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+
+    def peer(self) -> str:
+        return self._peer
+
+    async def read(self) -> bytes:
+        self.num_reads += 1
+        return await asyncio.shield(self.message)
+
+
+class Kernel:
+    """received: bytes by peer."""
+
+    def __init__(self) -> None:
+        self.received = {TCP: 1000}
+        self.num_checks = 0
+
+    def __call__(self, peers: Collection[str]) -> Mapping[str, int]:
+        self.num_checks += 1
+        return {peer: count for peer, count in self.received.items() if peer in peers}
+
+    async def check(self) -> None:
+        """Returns once the connections were looked at twice more, and what was found was counted."""
+        least = self.num_checks + 2
+        async with asyncio.timeout(10):
+            while self.num_checks < least:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+        await asyncio.sleep(0)
+
+
+class Rig:
+    def __init__(self) -> None:
+        self.kernel = Kernel()
+        self.arrivals = Arrivals(MAX_ARRIVING, MAX_MESSAGE, self.kernel)
+
+    def start(
+        self, peer: str, within_s: float = 10.0, holder: str = "a"
+    ) -> tuple[Call, asyncio.Task[bytes | None]]:
+        call: Any = Call(peer)
+        return call, asyncio.get_running_loop().create_task(self.arrivals.read(call, (holder,), within_s))
+
+
+async def test_a_message_that_is_there_at_once_costs_nothing() -> None:
+    rig = Rig()
+    call, reading = rig.start(TCP)
+    call.message.set_result(b"abc")
+    assert await reading == b"abc"
+    assert rig.kernel.num_checks == 0
+
+
+async def test_p67_late_messages_count_with_the_bytes_of_their_connection() -> None:
+    rig = Rig()
+    (first, reading), (second, other) = rig.start(TCP), rig.start(TCP)
+    await rig.kernel.check()
+    assert rig.arrivals.num_bytes == 0, "what came before"
+    rig.kernel.received[TCP] += 90
+    await rig.kernel.check()
+    assert rig.arrivals.num_bytes == 90
+    rig.kernel.received[TCP] += 500
+    await rig.kernel.check()
+    assert rig.arrivals.num_bytes == 2 * MAX_MESSAGE, "two messages are no larger"
+    rig.kernel.received[TCP] -= 480
+    first.message.set_result(bytes(60))
+    assert await reading == bytes(60)
+    await rig.kernel.check()
+    assert rig.arrivals.num_bytes == 50
+    second.message.set_result(bytes(50))
+    await other
+    assert rig.arrivals.num_bytes == 0
+
+
+async def test_p67_only_as_many_messages_are_received_at_once_as_may_be_of_the_largest_size(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "CHECK_S", 10)
+    rig = Rig()
+    stalled = [rig.start(TCP) for _ in range(8)]
+    others = [rig.start("ipv4:10.0.0.8:1", holder="b") for _ in range(2)]
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert [call.num_reads for call, _ in stalled] == [1] * 3 + [0] * 5, "a quarter is left to others"
+    assert [call.num_reads for call, _ in others] == [1, 0]
+    for call, reading in (*others, *stalled):
+        call.message.set_result(b"a")
+        assert await reading == b"a"
+
+
+async def test_p67_a_late_message_gives_its_turn_to_others() -> None:
+    rig = Rig()
+    stalled = [rig.start(TCP) for _ in range(8)]
+    call, reading = rig.start(TCP)
+    call.message.set_result(b"a")
+    assert await reading == b"a"
+    for _, late in stalled:
+        late.cancel()
+
+
+async def test_p67_without_the_kernels_count_a_late_message_is_as_large_as_one_may_be() -> None:
+    rig = Rig()
+    started = [rig.start(UNIX) for _ in range(4)]
+    await rig.kernel.check()
+    await rig.kernel.check()
+    assert rig.arrivals.num_bytes == 300, "the fourth keeps its turn"
+    quick, reading = rig.start(UNIX)
+    quick.message.set_result(b"a")
+    assert await reading == b"a", "a message that comes at once needs no room"
+    for call, reading in started:
+        call.message.set_result(bytes(MAX_MESSAGE))
+        assert await reading == bytes(MAX_MESSAGE)
+    assert rig.arrivals.num_bytes == 0
+
+
+async def test_p67_a_connection_that_sends_too_much_ends_its_own_messages_only() -> None:
+    rig = Rig()
+    rig.kernel.received["ipv4:10.0.0.8:1"] = 0
+    flooding = [rig.start(TCP)[1] for _ in range(5)]
+    call, reading = rig.start("ipv4:10.0.0.8:1", holder="b")
+    await rig.kernel.check()
+    await rig.kernel.check()
+    rig.kernel.received[TCP] += 401
+    for refused in flooding:
+        with pytest.raises(QueueFull, match="at most 400") as caught:
+            await refused
+        assert caught.value.retry_after_ms
+    assert not reading.done()
+    assert rig.arrivals.num_bytes == 0
+    call.message.set_result(b"a")
+    await reading
+
+
+async def test_callers_that_leave_or_are_late_for_good_hold_nothing() -> None:
+    rig = Rig()
+    _, left = rig.start(UNIX)
+    _, late = rig.start(UNIX, within_s=0.05)
+    await rig.kernel.check()
+    left.cancel()
+    with pytest.raises(DeadlineExceeded, match=r"within 0\.05 s"):
+        await late
+    assert rig.arrivals.num_bytes == 0
+    await asyncio.sleep(0.01)
+    assert rig.arrivals._checking is None, "nothing is looked at while nothing is waited for"
