@@ -21,6 +21,7 @@ import functools
 import io
 import socket
 import ssl
+import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -54,6 +55,8 @@ ACCEPTED_SHARE = 1 / 64
 MAX_ACCEPTED = 16
 # Connections that wait to be accepted.
 BACKLOG = 4096
+# SO_LINGER: on, for 0 s.
+RESET = struct.pack("ii", 1, 0)
 
 
 @dataclass(frozen=True)
@@ -226,8 +229,12 @@ class _HttpProtocol(H11Protocol):
 
     def end(self) -> None:
         """Closes the connection at once."""
-        if self._socket_transport is not None:
-            self._socket_transport.abort()
+        assert self._socket_transport is not None
+        if self.flow is not None and self.flow.write_paused:
+            # By a reset: otherwise the kernel would keep what the peer does not read.
+            found = self._socket_transport.get_extra_info("socket")
+            found.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
+        self._socket_transport.abort()
 
     def _leave(self) -> None:
         self._note(waits=False)

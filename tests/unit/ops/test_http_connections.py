@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import http.client
-import selectors
+import select
 import socket
 import ssl
 import threading
@@ -27,7 +27,9 @@ WHOLE = b"GET /%s HTTP/1.1\r\nHost: here\r\n\r\n"
 PART = b"GET / HTTP/1.1\r\nHost: he"
 UPLOAD = b"POST /upload HTTP/1.1\r\nHost: here\r\nContent-Length: 9\r\n\r\n"
 NUM_CONNECTIONS = 64
-LARGE = bytes(1 << 20)
+# Less than a probe waits; more than a loaded machine takes.
+PROMPT_S = 4.0
+LARGE = bytes(256 << 10)
 
 
 async def answer(scope: Scope, receive: Receive, send: Send) -> None:
@@ -37,7 +39,7 @@ async def answer(scope: Scope, receive: Receive, send: Send) -> None:
             await asyncio.sleep(1.0)
         case "/upload":
             await Request(scope, receive).body()
-        case "/large":
+        case "/readyz":
             found = PlainTextResponse(LARGE)
     await found(scope, receive, send)
 
@@ -113,7 +115,7 @@ async def test_an_answer_that_nobody_reads_ends_its_connection(monkeypatch: pyte
     async with serving(4) as server:
         _, writer = await connected(server)
         writer.transport.pause_reading()
-        writer.write(WHOLE % b"large")
+        writer.write(WHOLE % b"readyz")
         await until(lambda: len(server._connections._waiting) == 1)
         await until(lambda: not server._connections._all)
         writer.close()
@@ -177,13 +179,14 @@ async def test_more_requests_than_their_share_of_the_connections_are_answered_50
 
 
 class Flood:
-    """Many connections from one address, each opened again when it ends. sent: on each; its answer is not
-    read to the end. Runs on a thread."""
+    """Many connections from one address, each opened again when it ends. sent: on each; no answer is read.
+    Runs on a thread."""
 
     def __init__(self, address: str, source: str, sent: bytes) -> None:
         host, _, port = address.rpartition(":")
         self._address, self._source, self._sent = (host, int(port)), source, sent
-        self._selector = selectors.DefaultSelector()
+        self._poll = select.epoll()
+        self._open_ones: dict[int, socket.socket] = {}
         self._is_over = threading.Event()
         self.num_opened = 0
 
@@ -191,13 +194,11 @@ class Flood:
         for _ in range(3 * NUM_CONNECTIONS):
             self._open()
         while not self._is_over.is_set():
-            for key, events in self._selector.select(0.05):
-                assert isinstance(key.fileobj, socket.socket)
-                self._go_on(key.fileobj, events)
-        for key in list(self._selector.get_map().values()):
-            assert isinstance(key.fileobj, socket.socket)
-            key.fileobj.close()
-        self._selector.close()
+            for number, events in self._poll.poll(0.05):
+                self._go_on(number, events)
+        for found in self._open_ones.values():
+            found.close()
+        self._poll.close()
 
     def stop(self) -> None:
         self._is_over.set()
@@ -205,24 +206,21 @@ class Flood:
     def _open(self) -> None:
         found = socket.socket()
         found.setblocking(False)
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         found.bind((self._source, 0))
         found.connect_ex(self._address)
         self.num_opened += 1
-        self._selector.register(found, selectors.EVENT_READ | selectors.EVENT_WRITE)
+        self._open_ones[found.fileno()] = found
+        self._poll.register(found, select.EPOLLOUT | select.EPOLLRDHUP)
 
-    def _go_on(self, found: socket.socket, events: int) -> None:
-        try:
-            if events & selectors.EVENT_WRITE:
-                found.send(self._sent)
-                self._selector.modify(found, selectors.EVENT_READ)
-                return
-            is_over = not found.recv(1024)
-        except OSError:
-            is_over = True
-        if is_over:
-            self._selector.unregister(found)
-            found.close()
+    def _go_on(self, number: int, events: int) -> None:
+        if events & (select.EPOLLRDHUP | select.EPOLLHUP | select.EPOLLERR):
+            self._open_ones.pop(number).close()
             self._open()
+            return
+        with contextlib.suppress(OSError):
+            self._open_ones[number].send(self._sent)
+        self._poll.modify(number, select.EPOLLRDHUP)
 
 
 @contextlib.contextmanager
@@ -242,7 +240,7 @@ def probe(address: str, tls: ssl.SSLContext | None = None) -> float:
     begun_s = time.monotonic()
     kind = http.client.HTTPConnection if tls is None else http.client.HTTPSConnection
     given = {} if tls is None else {"context": tls}
-    with contextlib.closing(kind(address, timeout=5, **given)) as connection:  # type: ignore[arg-type]
+    with contextlib.closing(kind(address, timeout=PROMPT_S, **given)) as connection:  # type: ignore[arg-type]
         connection.request("GET", "/healthz")
         response = connection.getresponse()
         assert (response.status, response.read()) == (200, b"answered")
@@ -257,7 +255,7 @@ def probe(address: str, tls: ssl.SSLContext | None = None) -> float:
         ("127.0.0.1", PART, 15),
         ("127.0.0.1", UPLOAD, 15),
         ("127.0.0.1", WHOLE % b"healthz", 15),
-        ("127.0.0.1", 40 * (WHOLE % b"large"), 15),
+        ("127.0.0.1", 40 * (WHOLE % b"readyz"), 5),
     ],
     ids=["another address", "nothing", "a part", "an upload without its body", "checks", "unread answers"],
 )
@@ -268,7 +266,7 @@ async def test_p74_health_is_answered_whatever_connections_are_held(
         with flooded(server, source, sent) as flood:
             await until(lambda: flood.num_opened > 3 * NUM_CONNECTIONS)
             times_s = [await asyncio.to_thread(probe, server.address) for _ in range(num_probes)]
-    assert max(times_s) < 2.0
+    assert max(times_s) < PROMPT_S
 
 
 async def test_p74_health_is_answered_over_tls_while_others_do_not_shake_hands(tmp_path: Path) -> None:
@@ -282,4 +280,4 @@ async def test_p74_health_is_answered_over_tls_while_others_do_not_shake_hands(t
             await until(lambda: flood.num_opened > 3 * NUM_CONNECTIONS)
             times_s = [await asyncio.to_thread(probe, server.address, trusting) for _ in range(20)]
             assert len(server._connections._all) <= NUM_CONNECTIONS
-    assert max(times_s) < 2.0
+    assert max(times_s) < PROMPT_S
