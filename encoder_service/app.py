@@ -38,8 +38,9 @@ from encoder_service.ingest.urls import MAX_FETCHES, open_urls
 from encoder_service.ingest.video.source import clip_limits
 from encoder_service.ingest.workers import IngestWorkers
 from encoder_service.ops.admin.gauges import register_segments
-from encoder_service.ops.admin.plane import AdminPlane, AdminServer
+from encoder_service.ops.admin.plane import AdminPlane
 from encoder_service.ops.descriptors import raise_limit
+from encoder_service.ops.http_server import HttpLimits, HttpServer
 from encoder_service.ops.metrics import Metrics
 from encoder_service.ops.traces import start_traces
 from encoder_service.own_thread import on_own_thread
@@ -93,11 +94,12 @@ class FrontDoor:
     def __init__(self, name: str, server: ProtocolServer, listen: str) -> None:
         self.name, self.server, self.address = name, server, ""
         self._listen = listen
-        self._http: AdminServer | None = None
+        self._http: HttpServer | None = None
 
     async def start(self, settings: Settings) -> None:
         """Raises ConfigurationError."""
-        self._http = AdminServer(self.server.app, self._listen, settings.max_connections)
+        limits = HttpLimits(settings.max_connections, settings.max_message_bytes, settings.max_queued_bytes)
+        self._http = HttpServer(self.server.app, self._listen, limits)
         self.address = self._http.address
         self._http.start()
         await self.server.open()

@@ -3,6 +3,7 @@
 VisionEncoderError
 ├── InvalidInput                 the caller's item is invalid; sending it again gives the same answer
 │   ├── InvalidRequest           a field of the request has no meaning here
+│   ├── BodyTooLarge             over the limit of an HTTP request's body
 │   ├── InvalidOption            a preprocessing option that the family lacks, or a value out of bounds
 │   ├── InvalidDigest            a digest or key of the wrong length
 │   ├── UndecodableImage         the bytes are not an image that can be read
@@ -71,6 +72,10 @@ class InvalidInput(VisionEncoderError):
 
 class InvalidRequest(InvalidInput):
     reason = "INVALID_REQUEST"
+
+
+class BodyTooLarge(InvalidInput):
+    reason = "BODY_TOO_LARGE"
 
 
 class InvalidOption(InvalidInput):

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import binascii
 import contextlib
 import hashlib
 import json
 import reprlib
 import time
+import urllib.parse
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Literal, TypeVar
@@ -35,6 +35,7 @@ from starlette.routing import Route
 from encoder_service import errors
 from encoder_service.config import Settings
 from encoder_service.errors import InvalidDigest, InvalidRequest, UnsupportedContent, VisionEncoderError
+from encoder_service.ops.http_server import read_body
 from encoder_service.ops.logs import REQUEST_ID_KEY, bind_request, request_id_of
 from encoder_service.ops.metrics import Metrics
 from encoder_service.own_thread import on_own_thread
@@ -58,8 +59,6 @@ Wanted = TypeVar("Wanted", bound="Body")
 NAMESPACE = "sglang"
 MODALITIES = {"IMAGE": (Modality.IMAGE, pb.MODALITY_IMAGE), "VIDEO": (Modality.VIDEO, pb.MODALITY_VIDEO)}
 HASH_PREFIX = "sha256:"
-# From a request's start to the end of its body.
-RECEIVE_S = 30.0
 # Work on fewer bytes is done on the event loop.
 INLINE_BYTES = 256 * 1024
 # Commas, lists and objects of a body, counted before it is parsed: each becomes objects many times its size.
@@ -84,6 +83,7 @@ BOOTSTRAP_TIMEOUT_S = 2.0
 STOP_POLL_S = 0.05
 STATUSES: dict[type[VisionEncoderError], int] = {
     errors.InvalidInput: 400,
+    errors.BodyTooLarge: 413,
     errors.PermissionDenied: 403,
     errors.Overloaded: 503,
     errors.Unavailable: 503,
@@ -157,18 +157,20 @@ def checked(kind: type[Wanted], body: Mapping[str, object]) -> Wanted:
 
 
 def inline_content(item: MediaItem) -> bytes:
-    """The bytes of a data URI, or of base64 alone, verified. Raises InvalidRequest, UnsupportedContent,
-    InvalidDigest."""
-    head, comma, text = item.url.partition(",")
-    if not comma:
-        head, text = "", item.url
-    elif not head.startswith("data:") or not head.endswith(";base64"):
-        raise UnsupportedContent("the item is neither an http or https URL nor a data URI in base64")
+    """The bytes of a data URI, or of base64 alone, verified. As in SGLang's encoder, what precedes a data
+    URI's comma says nothing: its content is base64, padded, without white space. It may be percent-encoded
+    (RFC 2397). Raises InvalidRequest, InvalidDigest."""
+    is_uri = item.url[:5].lower() == "data:"
+    text: str | bytes = item.url.partition(",")[2] if is_uri and "," in item.url else item.url
     try:
+        if is_uri and "%" in item.url:
+            text = urllib.parse.unquote_to_bytes(text)
         data = base64.b64decode(text, validate=True)
-    except (binascii.Error, ValueError):
-        what = "the data URI" if comma else "the item is neither a URL nor a data URI, and as base64 it"
-        raise InvalidRequest(f"{what} cannot be decoded") from None
+    except ValueError:
+        what = "the item is neither a URL nor a data URI, and as base64 it cannot be decoded"
+        if is_uri:
+            what = "the data URI cannot be decoded: use a data URI in base64, padded, without white space"
+        raise InvalidRequest(what) from None
     verify(data, item.digest)
     return data
 
@@ -333,23 +335,11 @@ class SglangServer:
         return answer
 
     async def _read(self, request: Request, permit: Permit) -> Mapping[str, object]:
-        """The request's object. Raises InvalidRequest, PermissionDenied, QueueFull, DeadlineExceeded,
-        ClientDisconnect."""
+        """The request's object. Raises InvalidRequest, PermissionDenied, QueueFull, and as ``read_body``."""
         if "origin" in request.headers:
             raise errors.PermissionDenied("pages of browsers may not ask")
-        data, max_bytes = bytearray(), self._settings.max_message_bytes
-        try:
-            async with asyncio.timeout(RECEIVE_S):
-                async for chunk in request.stream():
-                    num_bytes = len(data) + len(chunk)
-                    if num_bytes > max_bytes:
-                        raise InvalidRequest(
-                            f"the body has at least {num_bytes} bytes, at most {max_bytes} are taken"
-                        )
-                    permit.add_bytes(len(chunk))
-                    data += chunk
-        except TimeoutError:
-            raise errors.DeadlineExceeded(f"the body did not arrive within {RECEIVE_S} s") from None
+        data = await read_body(request)
+        permit.add_bytes(len(data))
         return await self._on_worker(len(data), parse_object, data)
 
     async def _encode(self, call: Call, request: Request, body: Mapping[str, object], permit: Permit) -> None:
@@ -423,7 +413,7 @@ class SglangServer:
         permit.add_bytes(num_bytes)
 
     async def _rows_of(self, pipeline: Pipeline, modality: Modality, item: MediaItem) -> EncodeResult:
-        if not item.url.startswith(("http://", "https://")):
+        if not item.url[:8].lower().startswith(("http://", "https://")):
             data = await self._on_worker(len(item.url), inline_content, item)
             return await pipeline.encode(Item(modality, EncodedFile(data), item.digest), namespace=NAMESPACE)
 
@@ -523,7 +513,7 @@ class SglangServer:
         return await self._pipeline.workers.run(holder_of(NAMESPACE), function, *arguments)
 
 
-def parse_object(data: bytearray) -> Mapping[str, object]:
+def parse_object(data: bytes) -> Mapping[str, object]:
     """Raises InvalidRequest."""
     num_marks = sum(map(data.count, (b",", b"[", b"{")))
     if num_marks > MAX_JSON_MARKS:

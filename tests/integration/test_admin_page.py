@@ -93,7 +93,7 @@ def test_a_dropped_file_is_sent_and_a_refusal_shown(page: Page) -> None:
     page.run(drop.format("'no image'"))
     page.until("document.getElementById('play-error').innerText.includes('UNDECODABLE_IMAGE')")
     page.run(drop.format(f"new Uint8Array({MAX_BYTES + 1})"))
-    page.until("document.getElementById('play-error').innerText.includes('IMAGE_TOO_LARGE')")
+    page.until("document.getElementById('play-error').innerText.includes('BODY_TOO_LARGE')")
 
 
 def test_no_other_host_was_asked_and_nothing_was_complained_about(served: RunningService, page: Page) -> None:

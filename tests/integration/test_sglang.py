@@ -424,27 +424,15 @@ def test_a_caller_that_hangs_up_ends_its_encode(served: Served) -> None:
             one.result(PATIENCE_S)
 
 
-def test_p46_connections_over_the_bound_are_closed(
+def test_p69_connections_over_the_bound_displace_those_without_a_request(
     checkpoints: dict[str, Path], device: torch.device, receiver: Receiver
 ) -> None:
-    """Also such that send nothing."""
     with serving(checkpoints["qwen3_vl"], device, max_connections=2) as served:
         host, _, port = served.service.service.sglang_address.rpartition(":")
-        address = (host, int(port))
-        with (
-            socket.create_connection(address, PATIENCE_S),
-            socket.create_connection(address, PATIENCE_S),
-            pytest.raises(httpx.TransportError),
-        ):
-            served.encode([data_url(photo())], receiver.port)
-        wait_until(lambda: answers_health(served), "a place for a connection")
-        assert served.encode([data_url(photo())], receiver.port).status_code == 200
-
-
-def answers_health(served: Served) -> bool:
-    with contextlib.suppress(httpx.TransportError):
-        return served.http.get("/health").status_code == 200
-    return False
+        with socket.create_connection((host, int(port)), PATIENCE_S) as idle:
+            with socket.create_connection((host, int(port)), PATIENCE_S):
+                assert served.encode([data_url(photo())], receiver.port).status_code == 200
+            assert idle.recv(1) == b""
 
 
 # -- bounds --------------------------------------------------------------------------------------------
@@ -499,7 +487,7 @@ def test_rows_that_have_not_left_hold_the_queue(bounded: Served, receiver: Recei
 
 def test_a_body_above_the_limit_is_not_read_to_its_end(bounded: Served) -> None:
     """Nor does it hold the queue, whose limit is the same here: the caller need not come again."""
-    assert f"at most {QUEUED_BYTES} are taken" in message(bounded.encode(["A" * (4 << 20)], 9), 400)
+    assert f"at most {QUEUED_BYTES} are taken" in message(bounded.encode(["A" * (4 << 20)], 9), 413)
 
 
 @contextlib.contextmanager
@@ -557,10 +545,10 @@ def test_a_token_for_the_protocols_namespace_keeps_grpc_callers_out(
 
 
 def test_a_body_that_does_not_arrive_is_answered_504(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("encoder_service.rpc.sglang.RECEIVE_S", 0.1)
+    monkeypatch.setattr("encoder_service.ops.http_server.RECEIVE_S", 0.1)
     with half_sent(served) as caller, caller.getresponse() as refused:
         assert refused.status == 504
-        assert "did not arrive within 0.1 s" in json.loads(refused.read())["message"]
+        assert "did not arrive within 0.1 s: 1 bytes of 2 did" in json.loads(refused.read())["message"]
 
 
 def test_p46_an_allowed_network_receives_and_no_other(

@@ -7,6 +7,7 @@ nothing from another host, and its content security policy forbids it.
 
 from __future__ import annotations
 
+import asyncio
 import math
 from importlib import resources
 from typing import Any, Protocol
@@ -14,8 +15,10 @@ from typing import Any, Protocol
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from google.protobuf.json_format import MessageToDict
+from starlette.requests import ClientDisconnect
 
 from encoder_service.errors import (
+    BodyTooLarge,
     DeadlineExceeded,
     ImageTooLarge,
     InternalError,
@@ -25,6 +28,7 @@ from encoder_service.errors import (
     VisionEncoderError,
 )
 from encoder_service.ops.admin.playground import Playground
+from encoder_service.ops.http_server import read_body
 from encoder_service.ops.metrics import CONTENT_TYPE, Metrics
 from vision_encoder.v1 import encoder_pb2 as pb
 
@@ -44,7 +48,10 @@ FILES = {
 }
 # A page of another origin cannot send this type without a preflight request, which gets no answer.
 UPLOAD_TYPE = "application/octet-stream"
+# Rendering takes milliseconds on the event loop.
+EXPOSE_EVERY_S = 0.1
 STATUSES: dict[type[VisionEncoderError], int] = {
+    BodyTooLarge: 413,
     ImageTooLarge: 413,
     InvalidInput: 400,
     Overloaded: 429,
@@ -80,7 +87,7 @@ def create_admin_app(
 
 
 def probes(readiness: Readiness, metrics: Metrics, playground_max_bytes: int) -> APIRouter:
-    router = APIRouter()
+    router, exposition = APIRouter(), Exposition(metrics)
 
     @router.get("/healthz")
     async def healthz(response: Response) -> dict[str, str]:
@@ -96,7 +103,7 @@ def probes(readiness: Readiness, metrics: Metrics, playground_max_bytes: int) ->
 
     @router.get("/metrics")
     async def scrape() -> Response:
-        return Response(metrics.exposition(), media_type=CONTENT_TYPE)
+        return Response(await exposition.text(), media_type=CONTENT_TYPE)
 
     @router.get("/v1/info")
     async def info(response: Response) -> dict[str, Any]:
@@ -107,6 +114,29 @@ def probes(readiness: Readiness, metrics: Metrics, playground_max_bytes: int) ->
         return info_dict(message) | {"playground_max_bytes": playground_max_bytes}
 
     return router
+
+
+class Exposition:
+    """The metrics as text, rendered at most once in EXPOSE_EVERY_S: what is asked for meanwhile waits for the
+    next text, which all that wait share. Readers in a loop thus cost no more than one."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._rendered_s = -math.inf
+        self._next: asyncio.Task[bytes] | None = None
+
+    async def text(self) -> bytes:
+        if self._next is None or self._next.done():
+            self._next = asyncio.create_task(self._render())
+        return await asyncio.shield(self._next)
+
+    async def _render(self) -> bytes:
+        clock = asyncio.get_running_loop().time
+        await asyncio.sleep(self._rendered_s + EXPOSE_EVERY_S - clock())
+        try:
+            return self._metrics.exposition()
+        finally:
+            self._rendered_s = clock()
 
 
 def info_dict(message: pb.GetServerInfoResponse) -> dict[str, Any]:
@@ -140,24 +170,17 @@ def page(playground: Playground | None) -> APIRouter:
         return router
 
     @router.post("/v1/playground")
-    async def encode(request: Request) -> JSONResponse:
+    async def encode(request: Request) -> Response:
         try:
             if request.headers.get("content-type", "") != UPLOAD_TYPE:
                 raise InvalidInput(f"send the file's bytes as {UPLOAD_TYPE}")
-            return JSONResponse(await playground.explain(await body_of(request, playground)), headers=HEADERS)
+            return JSONResponse(await playground.explain(await read_body(request)), headers=HEADERS)
         except VisionEncoderError as error:
             return failure(error)
+        except ClientDisconnect:
+            return Response(status_code=499)
 
     return router
-
-
-async def body_of(request: Request, playground: Playground) -> bytes:
-    """The request's body. Raises ImageTooLarge as soon as it exceeds the limit."""
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        playground.check_size(len(body))
-    return bytes(body)
 
 
 def failure(error: VisionEncoderError) -> JSONResponse:

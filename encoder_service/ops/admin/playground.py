@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from PIL import Image
 
-from encoder_service.errors import ImageTooLarge, NotReady, QueueFull
+from encoder_service.errors import NotReady, QueueFull
 from encoder_service.pipeline import EncodeResult, Pipeline, holder_of
 from encoder_service.types import EncodedFile, FrameItem, Grid, Item, Modality, PreprocessOptions
 
@@ -41,15 +41,6 @@ class Playground:
 
     def attach(self, pipeline: Pipeline) -> None:
         self._pipeline = pipeline
-
-    def check_size(self, num_bytes: int) -> None:
-        """Raises ImageTooLarge with both numbers."""
-        if num_bytes > self.max_bytes:
-            raise ImageTooLarge(
-                f"the file has {num_bytes} bytes or more, at most {self.max_bytes} are taken",
-                found_bytes=num_bytes,
-                max_bytes=self.max_bytes,
-            )
 
     async def explain(self, data: bytes) -> dict[str, Any]:
         """The grid, rows, timings, the picture that the tower sees and the rows as colours, ready for JSON.

@@ -14,9 +14,11 @@ import pytest
 import torch
 
 from encoder_service.errors import NotReady, QueueFull
+from encoder_service.ops import http_server
 from encoder_service.ops.admin import playground as module
 from encoder_service.ops.admin.app import create_admin_app
 from encoder_service.ops.admin.playground import NAMESPACE, Playground, rows_as_colours
+from encoder_service.ops.http_server import HttpLimits, RequestLimits
 from encoder_service.ops.metrics import Metrics
 from encoder_service.types import EncodedFile, Item, Modality
 from tests.fakes import fake_image
@@ -80,7 +82,10 @@ async def test_the_third_at_a_time_is_turned_away(rig: Rig, playground: Playgrou
 
 def web(playground: Playground | None = None) -> httpx.AsyncClient:
     readiness: Any = SimpleNamespace(is_alive=lambda: True, not_ready_because=lambda: None)
-    app = create_admin_app(readiness, Metrics(), playground)
+    max_bytes = 0 if playground is None else playground.max_bytes
+    app = RequestLimits(
+        create_admin_app(readiness, Metrics(), playground), HttpLimits(16, max_bytes, 4 * max_bytes)
+    )
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://admin")
 
 
@@ -92,7 +97,7 @@ async def test_errors_carry_their_reason_and_leave_nothing_behind(rig: Rig, play
         for body, headers, status, reason in (
             (fake_image(4, 4), UPLOAD, 200, None),
             (b"no image", UPLOAD, 400, "UNDECODABLE_IMAGE"),
-            (bytes(5000), UPLOAD, 413, "IMAGE_TOO_LARGE"),
+            (bytes(5000), UPLOAD, 413, "BODY_TOO_LARGE"),
             (fake_image(32, 32), UPLOAD, 413, "IMAGE_TOO_LARGE"),  # 1024 patches, as of every item
             # What a form of any page elsewhere could send.
             (fake_image(4, 4), {"content-type": "text/plain"}, 400, "INVALID_INPUT"),
@@ -103,7 +108,9 @@ async def test_errors_carry_their_reason_and_leave_nothing_behind(rig: Rig, play
     assert (rig.pipeline.admission.num_bytes, rig.pipeline.admission.num_patches) == (0, 0)
 
 
-async def test_a_body_without_a_length_is_not_read_beyond_the_limit(playground: Playground) -> None:
+async def test_a_body_without_a_length_is_not_read_beyond_the_limit(
+    playground: Playground, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sent = 0
 
     async def endless() -> AsyncIterator[bytes]:
@@ -111,11 +118,14 @@ async def test_a_body_without_a_length_is_not_read_beyond_the_limit(playground: 
         while True:
             sent += 1024
             assert sent < 1 << 20
+            await asyncio.sleep(0)
             yield bytes(1024)
 
+    monkeypatch.setattr(http_server, "LINGER_S", 0)
     async with web(playground) as client:
         answer = await client.post("/v1/playground", content=endless(), headers=UPLOAD)
     assert answer.status_code == 413
+    assert "5120 bytes or more, at most 4096 are taken" in answer.json()["message"]
 
 
 async def test_a_full_service_answers_with_a_retry_time(rig: Rig, playground: Playground) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import urllib.parse
 
 import pytest
 import torch
 from pydantic import ValidationError
 
-from encoder_service.errors import InvalidDigest, UnsupportedContent
+from encoder_service.errors import InvalidDigest, InvalidRequest, UnsupportedContent
 from encoder_service.rpc.sglang import MediaItem, clip_times_s, inline_content
 from encoder_service.types import ClipFacts, EncodedItem, Grid
 
@@ -42,11 +43,37 @@ def test_clips_in_chunks_are_not_sglangs() -> None:
         clip_times_s(clip_of(Grid(2, 4, 4), 0.0, 0.5, chunk_grids=(Grid(2, 4, 4),)))
 
 
+QUOTED = urllib.parse.quote(TEXT, safe="")
+
+
 @pytest.mark.parametrize(
-    "found", [TEXT, f"data:image/png;base64,{TEXT}", {"url": f"data:;base64,{TEXT}", "detail": "high"}]
+    "found",
+    [TEXT, f"data:image/png;base64,{TEXT}", {"url": f"data:;base64,{TEXT}", "detail": "high"}]
+    + [f"data:image/png;{name},{TEXT}" for name in ("BASE64", "Base64", " base64", "base64 ")]
+    + [f"data:image/png;charset=x;base64,{TEXT}"]
+    + [f"DATA:image/png;base64,{TEXT}", f"data: image/png ; base64 ,{TEXT}"]
+    # SGLang's encoder drops what precedes the comma.
+    + [f"data:,{TEXT}", f"data:image/png,{TEXT}"]
+    + [f"data:image/png;base64,{QUOTED}", f"data:;base64,%{ord(TEXT[0]):02x}{TEXT[1:]}"],
 )
 def test_an_item_is_a_data_uri_or_base64(found: object) -> None:
     assert inline_content(MediaItem.model_validate(found)) == DATA
+
+
+NO_BASE64 = ("!", "-_-_", "QUI", "Q", "QQ==QQ==", "Q\nUJD", "QUJD ", "%", "%zz", "\ud800%")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["data:", "data:image/png;base64", f"data:image/png;base64{TEXT}", f"data:{TEXT}"]  # no comma
+    + [f"data:;base64,{text}" for text in NO_BASE64]
+    + [f" data:;base64,{TEXT}", f"date:;base64,{TEXT}", f"file:///{TEXT}"]
+    + ["é", QUOTED, f"{TEXT[:4]}\n{TEXT[4:]}"],
+)
+def test_what_is_no_base64_is_refused_with_words(text: str) -> None:
+    """As by SGLang's encoder and vLLM: no other alphabet, no white space, no padding left out."""
+    with pytest.raises(InvalidRequest, match=r"cannot be decoded"):
+        inline_content(MediaItem(url=text))
 
 
 def test_p48_a_stated_hash_is_verified() -> None:
