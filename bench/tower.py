@@ -54,8 +54,8 @@ from variants import (
     random_inputs,
 )
 
+from encoder_service.checkpoints.synthetic import FAMILIES, SIZES
 from encoder_service.towers import Tower, load_tower
-from encoder_service.towers.synthetic import FAMILIES, SIZES
 
 CHECK_LIMIT = 1e-5
 SETTLE_S = 0.4

@@ -11,6 +11,7 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
+from encoder_service.checkpoints.synthetic import config_for
 from encoder_service.engine.fast_path import build_graph_runner
 from encoder_service.engine.graphs import CaptureRecord, GraphRunner, filling_grids
 from encoder_service.errors import ConfigurationError, NotReady
@@ -25,7 +26,6 @@ from encoder_service.towers.attention import AttentionBackend, SdpaAttention, av
 from encoder_service.towers.config import parse_config
 from encoder_service.towers.fused import FusedTower
 from encoder_service.towers.registry import build_tower
-from encoder_service.towers.synthetic import config_for
 from encoder_service.towers.tower import Tower
 from encoder_service.types import Grid
 from tests.parity.tower_cases import fresh_seed

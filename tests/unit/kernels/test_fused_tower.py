@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from encoder_service.checkpoints.synthetic import make_checkpoint
 from encoder_service.errors import GridMismatch
 from encoder_service.scheduler.buckets import Bucket
 from encoder_service.towers import load_tower
@@ -16,7 +17,6 @@ from encoder_service.towers.attention.per_shape import PerShapeAttention
 from encoder_service.towers.fused import FusedTower
 from encoder_service.towers.gemm import STEPS, TorchGemm, Weights
 from encoder_service.towers.gemm.per_rows import GemmChoices
-from encoder_service.towers.synthetic import make_checkpoint
 from encoder_service.types import Grid
 from tests.parity.tower_cases import errors, fresh_seed, report
 from tests.unit.kernels.pair_gemm import PairGemm

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from encoder_service.checkpoints.synthetic import FAMILIES, config_for, make_checkpoint
 from encoder_service.errors import (
     CheckpointError,
     MismatchedTensors,
@@ -23,7 +24,6 @@ from encoder_service.towers import LoadedTower, checkpoint, load_tower
 from encoder_service.towers.checkpoint import check_initialised
 from encoder_service.towers.config import parse_config
 from encoder_service.towers.registry import build_tower
-from encoder_service.towers.synthetic import FAMILIES, config_for, make_checkpoint
 from tests.parity.tower_cases import vision_weights, write_published
 
 CPU = torch.device("cpu")

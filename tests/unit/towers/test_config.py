@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from encoder_service.checkpoints.synthetic import config_for
 from encoder_service.errors import UnsupportedCheckpoint
 from encoder_service.towers.config import FAMILIES, MoonViTConfig, QwenVisionConfig, parse_config
-from encoder_service.towers.synthetic import config_for
 from tests.parity.reference import KIMI_VISION_NAMES
 
 

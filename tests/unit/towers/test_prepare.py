@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from encoder_service.checkpoints.synthetic import config_for
 from encoder_service.errors import GridMismatch
 from encoder_service.towers.config import parse_config
 from encoder_service.towers.registry import build_tower
-from encoder_service.towers.synthetic import config_for
 from encoder_service.towers.tower import Tower
 from encoder_service.types import Grid
 from tests.parity.tower_cases import random_pixels

@@ -22,9 +22,9 @@ from typing import Any
 
 import torch
 
+from encoder_service.checkpoints.synthetic.tokens import NUM_ORDINARY_TOKENS
 from encoder_service.towers.config import parse_config
 from encoder_service.towers.published import PublishedTensor, published_tensors, vision_prefixes
-from encoder_service.towers.synthetic.tokens import NUM_ORDINARY_TOKENS
 
 NORM_STD = 0.1
 BIAS_STD = 0.05
