@@ -25,7 +25,7 @@ from encoder_service.scheduler.cost import Launch
 from encoder_service.towers import Tower, TowerInputs, load_tower
 from encoder_service.towers.attention import available_backends
 from encoder_service.towers.attention.per_shape import PerShapeAttention
-from encoder_service.towers.config import MoonViTConfig, QwenVisionConfig
+from encoder_service.towers.config import VisionConfig
 from encoder_service.towers.fused import FusedTower
 from encoder_service.towers.gemm.per_rows import GemmChoices
 from encoder_service.types import Grid
@@ -77,7 +77,7 @@ def random_inputs(tower: Tower, grids: Sequence[Grid], seed: int) -> TowerInputs
 def useful_flops(tower: Tower, inputs: TowerInputs) -> int:
     """The number of operations (multiplications and additions) in matrix products and attention, without
     norms, activations and rotations."""
-    config: QwenVisionConfig | MoonViTConfig = tower.config  # type: ignore[assignment]
+    config: VisionConfig = tower.config  # type: ignore[assignment]
     width, num_patches = config.hidden_size, inputs.num_patches
     merged = inputs.merge_index.shape[0] if inputs.merge_index is not None else num_patches
     num_rows = merged // config.merge_size**2

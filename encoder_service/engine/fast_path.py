@@ -7,7 +7,6 @@ fast path is not possible, the plain tower serves and the log says why.
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -33,9 +32,8 @@ from encoder_service.towers.attention.select import (
 )
 from encoder_service.towers.gemm import TORCH_GEMM, Gemm
 from encoder_service.towers.gemm.per_rows import TORCH_CHOICES, GemmChoices
-from encoder_service.towers.gemm.select import BlockShape, check_gemms, choose_gemms, find_gemms
-from encoder_service.towers.moonvit import MoonViTTower
-from encoder_service.towers.qwen3_vl import Qwen3VLTower
+from encoder_service.towers.gemm.select import check_gemms, choose_gemms, find_gemms
+from encoder_service.towers.layers import BlockShape, PlainTower
 from encoder_service.towers.tower import Tower
 
 log = structlog.get_logger(__name__)
@@ -124,7 +122,7 @@ def build_graph_runner(
 
 def why_plain(tower: Tower, candidates: Sequence[AttentionBackend]) -> str | None:
     """Why the fast path is not possible; None if it is."""
-    if not isinstance(tower, Qwen3VLTower | MoonViTTower):
+    if not isinstance(tower, PlainTower):
         return f"no fused form of {type(tower).__name__}"
     if tower.device.type != "cuda":
         return f"graphs need a CUDA device, the tower is on {tower.device}"
@@ -142,19 +140,18 @@ def ladder_of(
 ) -> BucketLadder:
     """A ladder of the configured sizes, or the default ladder up to ``max_patches`` and, for single items, up
     to ``longest_item``. Raises ConfigurationError."""
-    max_frames = tower.config.max_frames if isinstance(tower, MoonViTTower) else 1
     unit = tower.merge_size**2
     if not bucket_sizes:
         return default_ladder(
             max_patches // unit * unit,
-            max_frames=max_frames,
+            max_frames=tower.max_frames,
             merge_size=tower.merge_size,
             longest=longest_item,
         )
     wrong = [size for size in bucket_sizes if size < unit or size % unit]
     if wrong:
         raise ConfigurationError(f"bucket sizes {wrong} are no positive multiples of {unit} patches")
-    return ladder_of_sizes(bucket_sizes, max_frames=max_frames)
+    return ladder_of_sizes(bucket_sizes, max_frames=tower.max_frames)
 
 
 def choose_kernels(
@@ -198,7 +195,7 @@ class KernelCandidates:
     rows: numbers of rows for which gemms are chosen; none if torch's gemm is the only candidate.
     deterministic: one attention backend for all shapes, whose rows do not depend on the batch."""
 
-    tower: Qwen3VLTower | MoonViTTower
+    tower: PlainTower
     attention: Sequence[AttentionBackend]
     gemms: Sequence[Gemm]
     cases: Mapping[tuple[int, int], ShapeCase]
@@ -210,7 +207,7 @@ class KernelCandidates:
         cls, tower: Tower, attention: Sequence[AttentionBackend], ladder: BucketLadder, *, deterministic: bool
     ) -> KernelCandidates:
         """deterministic: also torch's gemm for all products, because two gemms round differently."""
-        assert isinstance(tower, Qwen3VLTower | MoonViTTower)
+        assert isinstance(tower, PlainTower)
         shapes = {(bucket.num_patches, bucket.max_seqlen): bucket for bucket in measured_buckets(ladder)}
         cases = {
             (patches, seqlen): ShapeCase.mixed(f"{patches}x{seqlen}", patches, bucket.num_sequences, seqlen)
@@ -222,21 +219,14 @@ class KernelCandidates:
 
     @property
     def block(self) -> BlockShape:
-        config = self.tower.config
-        return BlockShape(
-            config.hidden_size,
-            config.intermediate_size,
-            config.num_heads,
-            config.rope_theta,
-            "interleaved" if self.tower.merges_time else "blocked",
-        )
+        return self.tower.block_shape
 
     def measured_for(self) -> dict[str, Any]:
         """All that the choices depend on, as values that JSON keeps."""
         return {
             **environment_of(self.tower.device),
             "tower": [type(self.tower).__name__, str(self.tower.dtype)],
-            "block": list(dataclasses.astuple(self.block)),
+            "block": list(self.block),
             "attention": [backend.name for backend in self.attention],
             "cases": [f"{case.name} in {case.num_sequences}" for case in self.cases.values()],
             "gemms": [gemm.name for gemm in self.gemms],

@@ -34,8 +34,6 @@ from encoder_service.towers.fused_inputs import (
 from encoder_service.towers.gemm import Gemm, Rotary, Weights, pair_rows, turns_of
 from encoder_service.towers.gemm.per_rows import TORCH_CHOICES, GemmChoices
 from encoder_service.towers.layers import Block, Merger, Norm, PlainTower, norm_of
-from encoder_service.towers.moonvit import MoonViTTower
-from encoder_service.towers.qwen3_vl import Qwen3VLTower
 from encoder_service.towers.rope import inverse_frequencies
 from encoder_service.towers.tower import Tower
 from encoder_service.types import Grid
@@ -99,6 +97,7 @@ class FusedTower(Tower):
         self.out_width = plain.out_width
         self.num_deepstack_levels = plain.num_deepstack_levels
         self.merges_time = plain.merges_time
+        self.max_frames = plain.max_frames
         self.num_heads = plain.config.num_heads
         self._blocks = [
             FusedBlock.of(block, self.num_heads if gemms.wants_pairs else None)  # type: ignore[arg-type]
@@ -162,6 +161,7 @@ class FusedTower(Tower):
             places.coords, self.rope_cos, self.rope_sin, plain.rotary_layout, self.num_heads, self._turns
         )
         gemms = self.gemms.choose(x_PE.shape[0])
+        mergers = plain.level_mergers
         levels = Levels(self._side_stream if x_PE.shape[0] <= SIDE_STREAM_PATCHES else None)
         for index, block in enumerate(blocks):
             # The delta has still to be added to the residual x_PE; None if the product has added it.
@@ -175,9 +175,7 @@ class FusedTower(Tower):
             else:
                 h_PE = self._last_norm(x_PE, delta_PE, places)
             # From here on, x_PE holds the block's output.
-            if isinstance(plain, Qwen3VLTower) and index in plain.config.deepstack_visual_indexes:
-                level = plain.config.deepstack_visual_indexes.index(index)
-                merger: Merger = plain.deepstack_mergers[level]  # type: ignore[assignment]
+            if (merger := mergers.get(index)) is not None:
                 h_RM = self._kernels.add_norm(x_PE.view(-1, merger.merged_width), None, *norm_of(merger.norm))
                 levels.start(h_RM, functools.partial(self._merge, h_RM, merger))
         main_RD = self._merge(h_PE, plain.merger)
@@ -212,7 +210,7 @@ class FusedTower(Tower):
             mode=plain.position_mode,
             table_height=table_height,
             table_width=table_width,
-            frame_table=plain.frame_embed if isinstance(plain, MoonViTTower) else None,
+            frame_table=plain.frame_embed,
             frame_index=places.frame_index,
         )
 
@@ -220,8 +218,8 @@ class FusedTower(Tower):
         self, x_PE: torch.Tensor, delta_PE: torch.Tensor | None, places: PatchPlaces
     ) -> torch.Tensor:
         """The merger's normed input [R * merge^2, E], after the last block's delta was added."""
-        plain, merger_norm = self.plain, norm_of(self.plain.merger.norm)
-        if not isinstance(plain, MoonViTTower):
+        merger_norm, final_norm = norm_of(self.plain.merger.norm), self.plain.final_norm
+        if final_norm is None:
             return self._kernels.add_norm(x_PE, delta_PE, *merger_norm)
         assert places.merge_index is not None
         assert places.merge_weight is not None
@@ -230,7 +228,7 @@ class FusedTower(Tower):
             delta_PE,
             places.merge_index,
             places.merge_weight,
-            norm_of(plain.final_norm),
+            norm_of(final_norm),
             merger_norm,
         )
 

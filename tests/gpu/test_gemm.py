@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from encoder_service.towers.gemm import STEPS, TORCH_GEMM, Step
-from encoder_service.towers.gemm.select import TOLERANCE, BlockShape, find_gemms, make_trial
+from encoder_service.towers.gemm.select import TOLERANCE, find_gemms, make_trial
+from encoder_service.towers.layers import BlockShape
 from tests.parity.tower_cases import fresh_seed
 
 pytestmark = pytest.mark.gpu

@@ -23,9 +23,8 @@ from encoder_service.scheduler.buckets import (
     ladder_of_sizes,
 )
 from encoder_service.towers.attention import AttentionBackend, SdpaAttention, available_backends
-from encoder_service.towers.config import parse_config
 from encoder_service.towers.fused import FusedTower
-from encoder_service.towers.registry import build_tower
+from encoder_service.towers.registry import parse_config
 from encoder_service.towers.tower import Tower
 from encoder_service.types import Grid
 from tests.parity.tower_cases import fresh_seed
@@ -58,7 +57,7 @@ def plain_tower(family: str, size: str) -> Tower:
     torch.manual_seed(7)
     parsed_family, config = parse_config(config_for(family, size))
     with torch.device(CUDA):
-        plain = build_tower(parsed_family, config)
+        plain = parsed_family.build(config)
     for name, parameter in plain.named_parameters():
         parameter.data = parameter.data.to(torch.bfloat16)  # buffers stay float32, as in a loaded tower
         if parameter.dim() > 1:

@@ -1,6 +1,6 @@
 """Names, shapes and random values of a synthetic checkpoint's tensors.
 
-Owns the distributions and the draws. Names and shapes of vision tensors come from ``towers.published``. Those
+Owns the distributions and the draws. Names and shapes of vision tensors come from the tower's config. Those
 of language models are here: ``model.language_model.*`` and ``lm_head.weight`` for Qwen3-VL and Qwen3.5,
 ``language_model.model.*`` and ``language_model.lm_head.weight`` for Kimi-K2.5 (the architecture of
 DeepSeek-V3: latent attention, routed and shared experts).
@@ -23,8 +23,8 @@ from typing import Any
 import torch
 
 from encoder_service.checkpoints.synthetic.tokens import NUM_ORDINARY_TOKENS
-from encoder_service.towers.config import parse_config
-from encoder_service.towers.published import PublishedTensor, published_tensors, vision_prefixes
+from encoder_service.towers.published import PublishedTensor
+from encoder_service.towers.registry import parse_config
 
 NORM_STD = 0.1
 BIAS_STD = 0.05
@@ -84,9 +84,9 @@ def rms_norm(name: str, width: int, mean: float = 1.0, dtype: torch.dtype = torc
 def vision_layout(config: dict[str, Any]) -> Iterator[TensorSpec]:
     """Every vision tensor of a synthetic ``config.json``, in the order of the forward pass."""
     _, vision = parse_config(config)
-    prefixes = vision_prefixes(vision)[0]
+    prefixes = vision.prefixes[0]
     prefix = prefixes[0] if len(prefixes) == 1 else ""
-    for tensor in published_tensors(vision):
+    for tensor in vision.published_tensors():
         yield _vision_tensor(prefix + tensor.name, tensor, math.sqrt(2 / vision.depth))
 
 

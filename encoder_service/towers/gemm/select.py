@@ -32,7 +32,8 @@ from encoder_service.towers.gemm import (
     turns_of,
 )
 from encoder_service.towers.gemm.per_rows import GemmChoices
-from encoder_service.towers.rope import RotaryLayout, inverse_frequencies
+from encoder_service.towers.layers import BlockShape
+from encoder_service.towers.rope import inverse_frequencies
 
 log = structlog.get_logger(__name__)
 
@@ -47,17 +48,6 @@ TIE_SHARE = 0.01
 NUM_CALLS = 8
 NUM_ROUNDS = 3
 SIDE = 64
-
-
-@dataclass(frozen=True)
-class BlockShape:
-    """The sizes that the products of a block depend on."""
-
-    hidden_size: int
-    intermediate_size: int
-    num_heads: int
-    rope_theta: float
-    layout: RotaryLayout
 
 
 @dataclass(frozen=True)

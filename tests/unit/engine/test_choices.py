@@ -19,13 +19,11 @@ from encoder_service.engine.fast_path import KernelCandidates, choose_kernels
 from encoder_service.towers.attention import SdpaAttention, SequenceBounds
 from encoder_service.towers.attention.select import ShapeCase
 from encoder_service.towers.gemm import TORCH_GEMM
+from encoder_service.towers.layers import BlockShape
 
 CASES = {(32, 32): ShapeCase("32x32", (20, 5), 32, 4, 32), (64, 64): ShapeCase("64x64", (40,), 64, 4, 64)}
 TOWER: Any = SimpleNamespace(
-    config=SimpleNamespace(hidden_size=16, intermediate_size=32, num_heads=2, rope_theta=1e4),
-    dtype=torch.float32,
-    device=torch.device("cpu"),
-    merges_time=False,
+    block_shape=BlockShape(16, 32, 2, 1e4, "blocked"), dtype=torch.float32, device=torch.device("cpu")
 )
 
 

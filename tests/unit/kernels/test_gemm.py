@@ -10,7 +10,8 @@ import torch
 from encoder_service.errors import ConfigurationError
 from encoder_service.towers.gemm import STEPS, TORCH_GEMM, Gemm, Rotary, Weights, pair_rows, turns_of
 from encoder_service.towers.gemm.per_rows import GemmChoices
-from encoder_service.towers.gemm.select import BlockShape, TimeMs, check_gemms, choose_gemms, make_trial
+from encoder_service.towers.gemm.select import TimeMs, check_gemms, choose_gemms, make_trial
+from encoder_service.towers.layers import BlockShape
 from tests.unit.kernels.pair_gemm import PairGemm
 
 pytest.importorskip("triton")
