@@ -24,17 +24,24 @@ from torch.nn.functional import linear
 
 from encoder_service.towers.attention import AttentionBackend
 from encoder_service.towers.attention.backend import SequenceBounds
-from encoder_service.towers.attention.per_shape import PerShapeAttention
 from encoder_service.towers.fused_inputs import (
     MAX_SIDE,
     BucketShape,
     FusedInputBuilder,
     FusedInputs,
 )
-from encoder_service.towers.gemm import Gemm, Rotary, Weights, pair_rows, turns_of
-from encoder_service.towers.gemm.per_rows import TORCH_CHOICES, GemmChoices
+from encoder_service.towers.gemm import (
+    TORCH_CHOICES,
+    Gemm,
+    GemmChoices,
+    Rotary,
+    Weights,
+    pair_rows,
+    turns_of,
+)
 from encoder_service.towers.layers import Block, Merger, Norm, PlainTower, norm_of
 from encoder_service.towers.rope import inverse_frequencies
+from encoder_service.towers.selection import Choices
 from encoder_service.towers.tower import Tower
 from encoder_service.types import Grid
 
@@ -73,13 +80,14 @@ class FusedBlock:
 class FusedTower(Tower):
     """The fused forward pass with a plain tower's weights. The plain tower remains usable.
 
-    gemms: the library for each product of a block, by number of rows.
+    attention: a backend, or the choice by number of patches and max_seqlen. gemms: the library for each
+    product of a block, by number of rows.
     """
 
     def __init__(
         self,
         plain: PlainTower,
-        attention: AttentionBackend | PerShapeAttention,
+        attention: AttentionBackend | Choices[AttentionBackend],
         gemms: GemmChoices = TORCH_CHOICES,
     ) -> None:
         super().__init__()
@@ -99,8 +107,9 @@ class FusedTower(Tower):
         self.merges_time = plain.merges_time
         self.max_frames = plain.max_frames
         self.num_heads = plain.config.num_heads
+        wants_pairs = any(gemm.wants_pairs for gemm in gemms["rotate"].by_shape.values())
         self._blocks = [
-            FusedBlock.of(block, self.num_heads if gemms.wants_pairs else None)  # type: ignore[arg-type]
+            FusedBlock.of(block, self.num_heads if wants_pairs else None)  # type: ignore[arg-type]
             for block in plain.blocks
         ]
         frequencies = inverse_frequencies(plain.config.hidden_size // self.num_heads, plain.config.rope_theta)
@@ -110,7 +119,7 @@ class FusedTower(Tower):
         self.register_buffer("rope_cos", angles.cos().to(plain.device), persistent=False)
         self.register_buffer("rope_sin", angles.sin().to(plain.device), persistent=False)
         self._turns: torch.Tensor | None = None
-        if gemms.wants_pairs:
+        if wants_pairs:
             self._turns = turns_of(frequencies, plain.rotary_layout, self.num_heads).to(plain.device)
         self._side_stream: torch.cuda.Stream | None = None
         if plain.device.type == "cuda":
@@ -154,13 +163,13 @@ class FusedTower(Tower):
         h_PE = self._embed(x_PE, places, blocks[0].norm1)
         head_dim = x_PE.shape[1] // self.num_heads
         attention = self.attention
-        if isinstance(attention, PerShapeAttention):
-            attention = attention.choose(inputs.num_patches, inputs.max_seqlen)
+        if isinstance(attention, Choices):
+            attention = attention.nearest(inputs.num_patches, inputs.max_seqlen)
         bounds = attention.plan(inputs, (x_PE.shape[0], self.num_heads, head_dim), x_PE.dtype)
         rotary = Rotary(
             places.coords, self.rope_cos, self.rope_sin, plain.rotary_layout, self.num_heads, self._turns
         )
-        gemms = self.gemms.choose(x_PE.shape[0])
+        gemms = {step: choices.nearest(x_PE.shape[0]) for step, choices in self.gemms.items()}
         mergers = plain.level_mergers
         levels = Levels(self._side_stream if x_PE.shape[0] <= SIDE_STREAM_PATCHES else None)
         for index, block in enumerate(blocks):

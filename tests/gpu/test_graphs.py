@@ -283,5 +283,5 @@ def test_p45_a_second_start_measures_nothing(family: str, tmp_path: Path) -> Non
         found.append(runner.choices)
         events.append({entry["event"] for entry in logs})
     assert found[0] == found[1]
-    assert "attention_selected" in events[0] - events[1]
+    assert "kernel selected" in events[0] - events[1]
     assert "kernel choices of a former start" in events[1] - events[0]
