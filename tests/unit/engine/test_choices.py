@@ -17,6 +17,7 @@ from encoder_service.engine.choices import COMPILED, ChoicesFile, keep_compiled
 from encoder_service.engine.fast_path import KernelSelections, choose_kernels
 from encoder_service.towers.attention import SdpaAttention, SequenceBounds
 from encoder_service.towers.attention.cases import PackedBatch, attention_selection
+from encoder_service.towers.gemm import STEPS
 from encoder_service.towers.layers import BlockShape
 
 BATCHES = [PackedBatch((20, 5), 32, 4, 32), PackedBatch((40,), 64, 4, 64)]
@@ -87,6 +88,16 @@ def test_p45_another_device_driver_or_version_measures_anew(start: Start, name: 
     start.environment = {**start.environment, name: "another"}
     assert start() == ({"fast"}, 4)
     assert start() == ({"fast"}, 0)
+
+
+def test_the_file_has_the_layout_of_former_versions(start: Start) -> None:
+    start()
+    assert json.loads(start.file.read_text()) == {
+        "format": 1,
+        "measured_for": {**start.environment, "deterministic": False},
+        "attention": {"32x32": "fast", "64x64": "fast"},
+        "gemms": {step: {"1": "torch"} for step in STEPS},
+    }
 
 
 def with_field(name: str, value: Any) -> Callable[[str], str]:
