@@ -46,7 +46,7 @@ from encoder_service.towers.tower import Tower
 from encoder_service.types import Grid
 
 if TYPE_CHECKING:
-    from encoder_service.towers.kernels import PatchPlaces
+    from encoder_service.towers.kernels import PatchTables
 
 
 # Batches up to this size leave part of the device idle, so mergers that run beside the blocks cost no time.
@@ -151,23 +151,23 @@ class FusedTower(Tower):
     def forward(self, inputs: FusedInputs) -> torch.Tensor:  # type: ignore[override]
         assert inputs.pixel_values is not None
         plain, blocks = self.plain, self._blocks
-        places = self._kernels.expand_items(
+        tables = self._kernels.expand_items(
             inputs.items,
             inputs.num_patches,
             merge_size=self.merge_size,
             merges_time=self.merges_time,
-            num_places=inputs.num_rows * self.merge_size**2,
+            num_merged=inputs.num_rows * self.merge_size**2,
             num_frames=inputs.num_frames,
         )
         x_PE = linear(inputs.pixel_values.to(self.dtype), plain.patch_embed.weight, plain.patch_embed.bias)
-        h_PE = self._embed(x_PE, places, blocks[0].norm1)
+        h_PE = self._embed(x_PE, tables, blocks[0].norm1)
         head_dim = x_PE.shape[1] // self.num_heads
         attention = self.attention
         if isinstance(attention, Choices):
             attention = attention.nearest(inputs.num_patches, inputs.max_seqlen)
         bounds = attention.plan(inputs, (x_PE.shape[0], self.num_heads, head_dim), x_PE.dtype)
         rotary = Rotary(
-            places.coords, self.rope_cos, self.rope_sin, plain.rotary_layout, self.num_heads, self._turns
+            tables.coords, self.rope_cos, self.rope_sin, plain.rotary_layout, self.num_heads, self._turns
         )
         gemms = {step: choices.nearest(x_PE.shape[0]) for step, choices in self.gemms.items()}
         mergers = plain.level_mergers
@@ -182,7 +182,7 @@ class FusedTower(Tower):
             if index + 1 < len(blocks):
                 h_PE = self._kernels.add_norm(x_PE, delta_PE, *blocks[index + 1].norm1)
             else:
-                h_PE = self._last_norm(x_PE, delta_PE, places)
+                h_PE = self._last_norm(x_PE, delta_PE, tables)
             # From here on, x_PE holds the block's output.
             if (merger := mergers.get(index)) is not None:
                 h_RM = self._kernels.add_norm(x_PE.view(-1, merger.merged_width), None, *norm_of(merger.norm))
@@ -207,36 +207,36 @@ class FusedTower(Tower):
         q_PHd, k_PHd, v_PHd = qkv.view(h_PE.shape[0], 3, self.num_heads, -1).unbind(1)
         return attention.attend(q_PHd, k_PHd, v_PHd, bounds).flatten(1)
 
-    def _embed(self, x_PE: torch.Tensor, places: PatchPlaces, norm: Norm) -> torch.Tensor:
+    def _embed(self, x_PE: torch.Tensor, tables: PatchTables, norm: Norm) -> torch.Tensor:
         """Adds the learned positions to x in place and returns the first block's normed input."""
         plain = self.plain
         table_height, table_width = plain.position_sides
         return self._kernels.embed_norm(
             x_PE,
             plain.pos_embed,
-            places.coords,
+            tables.coords,
             *norm,
             mode=plain.position_mode,
             table_height=table_height,
             table_width=table_width,
             frame_table=plain.frame_embed,
-            frame_index=places.frame_index,
+            frame_index=tables.frame_index,
         )
 
     def _last_norm(
-        self, x_PE: torch.Tensor, delta_PE: torch.Tensor | None, places: PatchPlaces
+        self, x_PE: torch.Tensor, delta_PE: torch.Tensor | None, tables: PatchTables
     ) -> torch.Tensor:
         """The merger's normed input [R * merge^2, E], after the last block's delta was added."""
         merger_norm, final_norm = norm_of(self.plain.merger.norm), self.plain.final_norm
         if final_norm is None:
             return self._kernels.add_norm(x_PE, delta_PE, *merger_norm)
-        assert places.merge_index is not None
-        assert places.merge_weight is not None
+        assert tables.merge_index is not None
+        assert tables.merge_weight is not None
         return self._kernels.merge_frames_norm(
             x_PE,
             delta_PE,
-            places.merge_index,
-            places.merge_weight,
+            tables.merge_index,
+            tables.merge_weight,
             norm_of(final_norm),
             merger_norm,
         )

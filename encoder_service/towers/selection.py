@@ -112,8 +112,8 @@ class Selection(Generic[C]):
     share of the fastest count as equally fast, and the preferred one of them is chosen. checks: cases that
     every candidate has to pass before it is timed. num_rounds: how often each candidate is timed in a case;
     they alternate, because later runs find the device warmer and slower. one_for_all: one candidate for all
-    cases. keeps_raising: whether a candidate that raises in one case is excluded from that case only, instead
-    of all. fallback: chosen where no candidate is left, instead of an error.
+    cases. errors_are_local: a candidate that raises in one case is excluded from that case only, instead of
+    all. fallback: chosen where no candidate is left, instead of an error.
     """
 
     operation: str
@@ -123,7 +123,7 @@ class Selection(Generic[C]):
     checks: Sequence[Case[C]] = ()
     num_rounds: int = 1
     one_for_all: bool = False
-    keeps_raising: bool = False
+    errors_are_local: bool = False
     fallback: C | None = None
 
     def measure(self, time_ms: TimeMs) -> Choices[C]:
@@ -199,7 +199,7 @@ class Selection(Generic[C]):
             yield
         except Exception as error:  # a library may raise any error
             reason = f"{reason_of(error)} (case {case.name})"
-            is_local = self.keeps_raising and case in self.cases and not isinstance(error, WrongResult)
+            is_local = self.errors_are_local and case in self.cases and not isinstance(error, WrongResult)
             for other in [case] if is_local else self.cases:
                 excluded[candidate.name, other.shape] = reason
             log.warning(

@@ -54,7 +54,7 @@ class TowerInputs(BatchInputs):
     float32 [P, head_dim], rotary tables per patch. cu_seqlens: int32 [S + 1]. seqlens: the same lengths on
     the host. max_seqlen: their maximum. merge_index: int64 [R * merge^2, F], patches averaged into each
     merger input, or None if patches are already in merge order. merge_weight: float32 [R * merge^2, F], zero
-    in unused places.
+    in unused entries.
     """
 
     position_index: torch.Tensor

@@ -92,23 +92,23 @@ def vision_layout(config: dict[str, Any]) -> Iterator[TensorSpec]:
 
 def _vision_tensor(name: str, tensor: PublishedTensor, residual_gain: float) -> TensorSpec:
     """residual_gain: gain of the layers that write to the residual stream."""
-    place = tensor.parameter
-    if place == "pos_embed":
+    parameter = tensor.parameter
+    if parameter == "pos_embed":
         return TensorSpec(name, tensor.shape, 0.0, POSITION_STD)
-    if place.endswith(".bias"):
+    if parameter.endswith(".bias"):
         return TensorSpec(name, tensor.shape, 0.0, BIAS_STD)
     if len(tensor.shape) == 1:
         return TensorSpec(name, tensor.shape, 1.0, NORM_STD)
     gain = 1.0
-    if place == "patch_embed.weight":
+    if parameter == "patch_embed.weight":
         gain = PATCH_GAIN
-    elif place.endswith("qkv.weight"):
+    elif parameter.endswith("qkv.weight"):
         gain = ATTENTION_GAIN
-    elif place.startswith("blocks.") and not place.endswith("fc1.weight"):
+    elif parameter.startswith("blocks.") and not parameter.endswith("fc1.weight"):
         gain = residual_gain
     # GELU leaves a positive mean in every unit. Random rows would turn it into one large vector that is
     # common to all patches of all images, so the rows of every second layer sum to zero.
-    return weight(name, *tensor.shape, gain=gain, centred=place.endswith("fc2.weight"))
+    return weight(name, *tensor.shape, gain=gain, centred=parameter.endswith("fc2.weight"))
 
 
 def language_layout(config: dict[str, Any]) -> Iterator[TensorSpec]:

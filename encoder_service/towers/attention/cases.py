@@ -94,7 +94,7 @@ def attention_selection(
         TIE_SHARE,
         checks=[case_of(CHECK_BATCH, is_invariant=deterministic)],
         one_for_all=deterministic,
-        keeps_raising=True,
+        errors_are_local=True,
     )
 
 

@@ -116,9 +116,9 @@ def layer_of(weight: torch.Tensor, bias: torch.Tensor, step: Step, shape: BlockS
 
 def rotary_of(shape: BlockShape, num_rows: int, device: torch.device) -> Rotary:
     """The positions of consecutive square frames."""
-    place = torch.arange(num_rows, device=device) % SIDE**2
-    sides = torch.full_like(place, SIDE)
-    coords = torch.stack([place // SIDE, place % SIDE, sides, sides], dim=1).to(torch.int32)
+    index = torch.arange(num_rows, device=device) % SIDE**2
+    sides = torch.full_like(index, SIDE)
+    coords = torch.stack([index // SIDE, index % SIDE, sides, sides], dim=1).to(torch.int32)
     frequencies = inverse_frequencies(shape.hidden_size // shape.num_heads, shape.rope_theta)
     angles = torch.arange(SIDE, dtype=torch.float32)[:, None] * frequencies
     return Rotary(
