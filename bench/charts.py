@@ -28,6 +28,7 @@ VARIANT_STYLES = {
     "ref_compiled": ("reference, FA3, compiled, graph", "#33485f", ">"),
     "plain": ("plain", "#f2cf9b", "s"),
     "fused": ("fused, eager", "#eda04e", "D"),
+    "graph_torch": ("bucketed graph, torch's products", "#e07b3a", "P"),
     "graph": ("bucketed graph", WARM, "o"),
 }
 TALLEST = 6.0

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from encoder_service.towers.synthetic import TensorSpec, config_for, small_files, vision_layout
+from encoder_service.checkpoints.synthetic import TensorSpec, config_for, small_files, vision_layout
 
 MEMORY_FOLDER = Path("/dev/shm")
 MEMORY_NEEDED_BYTES = 8 << 30

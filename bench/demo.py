@@ -29,7 +29,7 @@ from rich.text import Text
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "proto")]
 
-from encoder_service.towers.synthetic import make_checkpoint  # noqa: E402
+from encoder_service.checkpoints.synthetic import make_checkpoint  # noqa: E402
 from lm_adapter import EncodedRows, ImageItem, PrefetchStatus, VisionEncoderClient  # noqa: E402
 from lm_adapter.engines.hf import RemoteItem, import_transformers, load_language_model  # noqa: E402
 

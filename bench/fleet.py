@@ -26,7 +26,7 @@ from charts import NoChart
 from fleet_chart import draw
 from measurement import RESULTS, ResultFile, describe_environment
 
-from encoder_service.towers.synthetic import make_checkpoint
+from encoder_service.checkpoints.synthetic import make_checkpoint
 from tests.fleet import events
 from tests.fleet.events import BODY_SIZES, EVENTS, Event
 from tests.fleet.fleet import Fleet

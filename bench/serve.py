@@ -32,8 +32,8 @@ from processes import IMAGE_MALLOC, Process, ProcessFailed, ServiceProcess, Snap
 from serve_peers import OK, STAGES
 from traffic import MAX_PIXELS, MIXES, load_of, specs_of, write_photos
 
+from encoder_service.checkpoints.synthetic import FAMILIES, SIZES
 from encoder_service.ingest.cores import usable_cores
-from encoder_service.towers.synthetic import FAMILIES, SIZES
 
 PACKAGES = ("grpcio", "protobuf", "pillow", "simplejpeg", "torchvision", "cuda-bindings")
 GIB = 1 << 30

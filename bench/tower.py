@@ -3,6 +3,7 @@
     python bench/tower.py                                  # full-size towers in bfloat16 on cuda:0
     python bench/tower.py --quick                          # two cases, no compiling, under two minutes
     python bench/tower.py --profile --families qwen3_vl    # with the kernels of each case, by group
+    python bench/tower.py --variants graph graph_torch     # what other matrix products than torch's gain
     python bench/tower.py --quick --size tiny --device cpu # checks that the bench runs
 
 Owns the run: its options, order, time budgets, records and table. variants.py builds what is timed,
@@ -40,7 +41,9 @@ from measurement import (
 from references import load_reference, reason_of, register_fa3
 from variants import (
     CASES,
+    GRAPH_TORCH,
     KNOWN_CASES,
+    KNOWN_VARIANTS,
     QUICK_CASES,
     SATURATED_CASES,
     SMALL_CASE,
@@ -54,14 +57,15 @@ from variants import (
     random_inputs,
 )
 
+from encoder_service.checkpoints.synthetic import FAMILIES, SIZES
 from encoder_service.towers import Tower, load_tower
-from encoder_service.towers.synthetic import FAMILIES, SIZES
 
 CHECK_LIMIT = 1e-5
 SETTLE_S = 0.4
 # Of the timing of one variant of a case, and of a saturated variant alone.
 VARIANT_BUDGET_S, POWER_S = 0.7, 1.0
 WEIGHTS_SEED = 0
+VARIANTS_HELP = f"default: all but {GRAPH_TORCH}; not compiled if quick"
 COLUMNS = {
     "family": "{family}",
     "case": "{case}",
@@ -72,6 +76,13 @@ COLUMNS = {
     "host us": "{host_us:.0f}",
     "runs": "{num_runs}",
 }
+GAIN_COLUMNS = {
+    "family": "{family}",
+    "case": "{case}",
+    "graph ms": "{graph_ms:.3f}",
+    "torch ms": "{torch_ms:.3f}",
+    "torch / graph": "{ratio:.3f}",
+}
 
 
 def parse_arguments(line: list[str] | None = None) -> argparse.Namespace:
@@ -79,7 +90,7 @@ def parse_arguments(line: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--size", choices=SIZES, default="full")
     parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES))
     parser.add_argument("--cases", nargs="+", choices=KNOWN_CASES, help="default: all; two if quick")
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, help="default: all; not compiled if quick")
+    parser.add_argument("--variants", nargs="+", choices=KNOWN_VARIANTS, help=VARIANTS_HELP)
     parser.add_argument("--profile", action="store_true", help="kernels of each case's replay")
     arguments = parser.parse_args(line)
     if arguments.device.type == "cuda":
@@ -117,6 +128,8 @@ class Run(TimedRun):
         self.result["ceilings"] = ceilings(self.device, quick=self.arguments.quick)
         for number, family in enumerate(self.arguments.families):
             self._run_family(family, is_first=number == 0)
+        if gains := gains_of(self.result["records"]):
+            self.result["gains"] = gains
         self.finish()
 
     def _run_family(self, name: str, *, is_first: bool) -> None:
@@ -143,7 +156,7 @@ class Run(TimedRun):
                 cases=pending,
                 reference=reference,
                 no_fa3=self.no_fa3,
-                full_ladder=is_first and not arguments.quick,
+                full_ladder=is_first and not arguments.quick and GRAPH_TORCH not in arguments.variants,
             )
         self.result["captures"] += family.captures
         while places and not self.is_out_of_time(*places.values()):
@@ -243,6 +256,16 @@ def records_of(
     return records
 
 
+def gains_of(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For each case with both, the time of ``graph`` with torch's matrix products alone over its own time."""
+    medians = {(one["family"], one["case"], one["variant"]): one["median_ms"] for one in records}
+    return [
+        {"family": family, "case": case, "graph_ms": ms, "torch_ms": torch_ms, "ratio": torch_ms / ms}
+        for (family, case, variant), ms in medians.items()
+        if variant == "graph" and (torch_ms := medians.get((family, case, GRAPH_TORCH))) is not None
+    ]
+
+
 def release(device: torch.device) -> None:
     """Frees the memory of the previous tower or case before the next one is built."""
     gc.collect()
@@ -264,6 +287,8 @@ def main() -> None:
         COLUMNS,
         f"ceilings: product {limits['matmul_tflops']:.2f} TFLOP/s, copy {limits['copy_gb_per_s']:.1f} GB/s",
     )
+    if "gains" in result:
+        run.print_table("Selected matrix products against torch's alone", result["gains"], GAIN_COLUMNS)
     run.print_end()
     if any(check["relative_error"] >= CHECK_LIMIT for check in result["checks"]):
         sys.exit(f"a tower differs from the reference by {CHECK_LIMIT} or more: see the checks")

@@ -188,9 +188,9 @@ class Encoder:
         """kind: ``host`` or ``device``, the memory of the rows. folder: for the sockets and the checkpoint,
         not shared with another encoder. num_bytes: total size of the rows that it will hold. address: that it
         listens at."""
+        from encoder_service.checkpoints.synthetic import make_checkpoint
         from encoder_service.config import parse_settings
         from encoder_service.ops.logs import configure_logs
-        from encoder_service.towers.synthetic import make_checkpoint
 
         place = Path(folder)
         make_checkpoint(place / "model", "qwen3_5", "tiny", 0)

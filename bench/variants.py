@@ -18,16 +18,15 @@ import references
 import torch
 from references import FA3, FA3_OPERATOR, SDPA, LeftOut, captured, reason_of
 
-from encoder_service.engine.fast_path import build_graph_runner, ladder_of
+from encoder_service.engine.fast_path import Kernels, build_graph_runner, captured_runner, ladder_of
 from encoder_service.engine.graphs import GraphRunner
 from encoder_service.errors import VisionEncoderError
 from encoder_service.scheduler.cost import Launch
 from encoder_service.towers import Tower, TowerInputs, load_tower
 from encoder_service.towers.attention import available_backends
-from encoder_service.towers.attention.per_shape import PerShapeAttention
-from encoder_service.towers.config import MoonViTConfig, QwenVisionConfig
+from encoder_service.towers.config import VisionConfig
 from encoder_service.towers.fused import FusedTower
-from encoder_service.towers.gemm.per_rows import GemmChoices
+from encoder_service.towers.gemm import TORCH_CHOICES
 from encoder_service.types import Grid
 
 # Pixels of an image's side at 16 pixels a patch -> patches of a side.
@@ -46,6 +45,9 @@ COMPILED_CASE = "1x1024"
 REFERENCES = ("ref_sdpa", "ref_fa3", "ref_fa3_graph", "ref_compiled")
 OURS = ("plain", "fused", "graph")
 VARIANTS = (*REFERENCES, *OURS)
+# ``graph`` with torch's matrix products alone, and the same attention, buckets and costs.
+GRAPH_TORCH = "graph_torch"
+KNOWN_VARIANTS = (*VARIANTS, GRAPH_TORCH)
 # Size of the largest bucket: ``mixed`` has 33,920 patches.
 MAX_PATCHES = 36_864
 
@@ -77,7 +79,7 @@ def random_inputs(tower: Tower, grids: Sequence[Grid], seed: int) -> TowerInputs
 def useful_flops(tower: Tower, inputs: TowerInputs) -> int:
     """The number of operations (multiplications and additions) in matrix products and attention, without
     norms, activations and rotations."""
-    config: QwenVisionConfig | MoonViTConfig = tower.config  # type: ignore[assignment]
+    config: VisionConfig = tower.config  # type: ignore[assignment]
     width, num_patches = config.hidden_size, inputs.num_patches
     merged = inputs.merge_index.shape[0] if inputs.merge_index is not None else num_patches
     num_rows = merged // config.merge_size**2
@@ -132,9 +134,9 @@ class Family:
         self.no_fa3 = no_fa3
         self.captures: list[dict[str, Any]] = []
         self.no_graph: str | None = None
-        self.runner: GraphRunner | None = None
-        if "graph" in self.variants:
-            self._build_runner(() if full_ladder else self.bucket_sizes(cases))
+        self.runners: dict[str, GraphRunner] = {}
+        if {"graph", GRAPH_TORCH} & {*self.variants}:
+            self._build_runners(() if full_ladder else self.bucket_sizes(cases))
 
     def case(self, name: str, seed: int) -> Case:
         """The case with every variant that can run. ``left_out`` has the reasons for the others."""
@@ -147,10 +149,11 @@ class Family:
             case.runs["plain"] = lambda: self.tower(inputs)
         if "fused" in self.variants:
             self._add_fused(case, grids, pixels)
-        if self.runner is not None:
-            self._add_graph(case, grids, pixels)
-        elif self.no_graph is not None:
-            case.left_out["graph"] = self.no_graph
+        for variant in (variant for variant in ("graph", GRAPH_TORCH) if variant in self.variants):
+            if self.no_graph is None:
+                self._add_graph(case, variant, grids, pixels)
+            else:
+                case.left_out[variant] = self.no_graph
         for variant in (variant for variant in REFERENCES if variant in self.variants):
             try:
                 self._add_reference(case, variant, grids, pixels)
@@ -173,10 +176,10 @@ class Family:
                 sizes.add(bucket.num_patches)
         return sorted(sizes)
 
-    def _build_runner(self, bucket_sizes: Sequence[int]) -> None:
+    def _build_runners(self, bucket_sizes: Sequence[int]) -> None:
         begun = time.perf_counter()
         try:
-            self.runner = build_graph_runner(
+            runner = build_graph_runner(
                 self.tower,
                 attention="auto",
                 deterministic=False,
@@ -186,27 +189,36 @@ class Family:
         except VisionEncoderError as error:
             self.no_graph = reason_of(error)
             return
-        if self.runner is None:
+        if runner is None:
             self.no_graph = f"graphs need a CUDA device and 16-bit weights: {self.device}, {self.tower.dtype}"
             return
-        spent = {"family": self.name, "variant": "graph", "seconds": time.perf_counter() - begun}
-        self.captures.append(spent | describe_runner(self.runner))
+        self._add_runner("graph", runner, begun)
+        if GRAPH_TORCH in self.variants:
+            begun = time.perf_counter()
+            kernels = Kernels(runner._tower.attention, TORCH_CHOICES)  # type: ignore[attr-defined]
+            twin = captured_runner(self.tower, kernels, runner.ladder)  # type: ignore[arg-type]
+            self._add_runner(GRAPH_TORCH, twin, begun)
 
-    def _add_graph(self, case: Case, grids: Sequence[Grid], pixels: torch.Tensor) -> None:
-        assert self.runner is not None
-        case.runs["graph"] = functools.partial(run_step, self.runner, grids, [pixels.to(self.tower.dtype)])
-        bucket = self.runner.can_use(self.runner.prepare(grids))
+    def _add_runner(self, variant: str, runner: GraphRunner, begun: float) -> None:
+        self.runners[variant] = runner
+        spent = {"family": self.name, "variant": variant, "seconds": time.perf_counter() - begun}
+        self.captures.append(spent | describe_runner(runner))
+
+    def _add_graph(self, case: Case, variant: str, grids: Sequence[Grid], pixels: torch.Tensor) -> None:
+        runner = self.runners[variant]
+        case.runs[variant] = functools.partial(run_step, runner, grids, [pixels.to(self.tower.dtype)])
+        bucket = runner.can_use(runner.prepare(grids))
         if bucket is None:
-            case.notes["graph"] = "no bucket takes it: eager"
+            case.notes[variant] = "no bucket takes it: eager"
         else:
-            case.padding_shares["graph"] = 1 - case.inputs.num_patches / bucket.num_patches
+            case.padding_shares[variant] = 1 - case.inputs.num_patches / bucket.num_patches
 
     def _add_fused(self, case: Case, grids: Sequence[Grid], pixels: torch.Tensor) -> None:
         """Adds ``fused``, eager, with the preferred backend."""
         if self.device.type != "cuda":
             case.left_out["fused"] = f"its kernels need a CUDA device, this is {self.device}"
             return
-        backend = next(one for one in available_backends(self.device) if not one.static_lengths)
+        backend = next(backend for backend in available_backends(self.device) if not backend.static_lengths)
         fused = FusedTower(self.tower, backend)  # type: ignore[arg-type]
         inputs = fused.prepare(grids).with_pixels(pixels.to(fused.dtype)).to(self.device)
         case.runs["fused"] = functools.partial(fused, inputs)
@@ -242,14 +254,13 @@ def run_step(runner: GraphRunner, grids: Sequence[Grid], pixels: Sequence[torch.
 def describe_runner(runner: GraphRunner) -> dict[str, Any]:
     """The graphs, their memory, the attention backend of each measured shape, and the gemm backend of each
     product by number of rows."""
-    attention: PerShapeAttention = runner._tower.attention  # type: ignore[attr-defined]
-    gemms: GemmChoices = runner._tower.gemms  # type: ignore[attr-defined]
+    attention, gemms = runner._tower.attention, runner._tower.gemms  # type: ignore[attr-defined]
     return {
         "graphs": len(runner.ladder),
         "sizes": list(runner.ladder.sizes),
         "captured_bytes": runner.captured_bytes,
-        "attention": {f"{shape[0]}x{shape[1]}": backend.name for shape, backend in attention.choices.items()},
-        "gemms": gemms.names,
+        "attention": attention.names,
+        "gemms": {step: by_rows.names for step, by_rows in gemms.items()},
     }
 
 
@@ -270,7 +281,7 @@ def accuracies(case: Case, exact: Tower) -> list[dict[str, Any]]:
     for a variant whose rows are not finite."""
     found = []
     expected = exact(case.inputs)
-    for variant in (variant for variant in OURS if variant in case.runs):
+    for variant in (variant for variant in (*OURS, GRAPH_TORCH) if variant in case.runs):
         rows = case.runs[variant]()
         if not bool(rows.isfinite().all()):
             raise ValueError(f"{case.name} {variant}: {int((~rows.isfinite()).sum())} values are not finite")

@@ -499,8 +499,8 @@ def make_checkpoint(
     with_lm: Annotated[bool, typer.Option("--with-lm", help="A small language model too.")] = False,
 ) -> None:
     """Writes a random-weight checkpoint in the hub's layout: for tests, demos and benchmarks."""
+    from encoder_service.checkpoints.synthetic import make_checkpoint as write
     from encoder_service.errors import StartupError
-    from encoder_service.towers.synthetic import make_checkpoint as write
 
     try:
         write(out, family.value, size.value, seed, with_lm=with_lm)

@@ -1,7 +1,7 @@
 """Typed reading of the JSON files that describe a checkpoint.
 
 Owns reading a file and refusing values that are missing or of the wrong type. What the values mean is defined
-by the callers: ``towers.config`` for towers, ``ingest.settings`` for processors.
+by the callers: ``towers`` for towers, ``ingest.settings`` for processors.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Qwen3-VL checkpoint."""
-    from encoder_service.towers.synthetic import make_checkpoint
+    from encoder_service.checkpoints.synthetic import make_checkpoint
 
     folder = tmp_path_factory.mktemp("checkpoint") / "tiny"
     make_checkpoint(folder, "qwen3_vl", "tiny", 5)

@@ -111,7 +111,7 @@ def replay_us(runner: GraphRunner, inputs: FusedInputs) -> float:
 def calibration_batches(ladder: BucketLadder, merge_size: int) -> list[list[int]]:
     """The sequence lengths of each batch to time. They are whole merges, and some bucket takes each batch."""
     unit = merge_size**2
-    sizes = {min(ladder.sizes, key=lambda size: abs(size - wanted)) for wanted in SIZES}
+    sizes = {min(ladder.sizes, key=lambda size: abs(size - target)) for target in SIZES}
     batches: list[list[int]] = []
     for size in sorted(sizes | {ladder.max_patches}):
         at_size = sorted(

@@ -16,10 +16,12 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import structlog
 import torch
+
+from encoder_service.towers.attention.cases import ATTENTION
 
 log = structlog.get_logger(__name__)
 
@@ -60,13 +62,8 @@ def keep_compiled(folder: Path) -> None:
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
 
 
-@dataclass(frozen=True)
-class KernelChoices:
-    """attention: the backend's name for each measured case. gemms: the gemm's name by step, then by number of
-    rows as text."""
-
-    attention: Mapping[str, str]
-    gemms: Mapping[str, Mapping[str, str]]
+# The kernels' names by operation (attention, or a step after a product), then by case.
+KernelNames: TypeAlias = Mapping[str, Mapping[str, str]]
 
 
 @dataclass(frozen=True)
@@ -76,19 +73,29 @@ class ChoicesFile:
     folder: Path
     measured_for: Mapping[str, Any]
 
+    @classmethod
+    def of_device(cls, folder: Path, device: torch.device, measured: Mapping[str, Any]) -> ChoicesFile | None:
+        """The file for this device with its present driver and packages. measured: what else the choices
+        depend on. None, with a log line, if the driver's version is unknown."""
+        environment = environment_of(device)
+        if environment["driver"] is None:
+            log.warning("kernel choices not kept", reason="the driver's version is unknown")
+            return None
+        return cls(folder, {**environment, **measured})
+
     @property
     def path(self) -> Path:
         text = json.dumps(self.measured_for, sort_keys=True)
         return self.folder / f"choices-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
 
-    def read(self) -> KernelChoices | None:
+    def read(self) -> KernelNames | None:
         """The choices of a former start. None, with a log line, for a file that cannot be used."""
         try:
-            found = json.loads(self.path.read_text())
-            if found["format"] != FORMAT or found["measured_for"] != self.measured_for:
+            content = json.loads(self.path.read_text())
+            if content["format"] != FORMAT or content["measured_for"] != self.measured_for:
                 raise ValueError("it was measured for something else")
-            attention = dict_of_texts(found["attention"])
-            gemms = {str(step): dict_of_texts(by_rows) for step, by_rows in found["gemms"].items()}
+            by_operation = {**content["gemms"], ATTENTION: content[ATTENTION]}
+            return {operation: dict_of_texts(by_case) for operation, by_case in by_operation.items()}
         except FileNotFoundError:
             return None
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -96,15 +103,14 @@ class ChoicesFile:
                 "kernel choices ignored", path=str(self.path), reason=f"{type(error).__name__}: {error}"
             )
             return None
-        return KernelChoices(attention, gemms)
 
-    def write(self, choices: KernelChoices) -> None:
+    def write(self, names: KernelNames) -> None:
         """Replaces the file in one step. A folder that cannot be written costs only a log line."""
         content = {
             "format": FORMAT,
             "measured_for": self.measured_for,
-            "attention": choices.attention,
-            "gemms": choices.gemms,
+            ATTENTION: names[ATTENTION],
+            "gemms": {step: by_rows for step, by_rows in names.items() if step != ATTENTION},
         }
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -120,7 +126,7 @@ class ChoicesFile:
 
 def dict_of_texts(value: Any) -> dict[str, str]:
     """Raises TypeError for anything else."""
-    if not isinstance(value, dict) or not all(isinstance(one, str) for one in value.values()):
+    if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
         raise TypeError(f"needs an object of texts, got {value!r:.80}")
     return value
 

@@ -7,7 +7,6 @@ fast path is not possible, the plain tower serves and the log says why.
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,23 +18,17 @@ import structlog
 import torch
 
 from encoder_service.engine.calibrate import calibrate
-from encoder_service.engine.choices import ChoicesFile, KernelChoices, environment_of, keep_compiled
+from encoder_service.engine.choices import ChoicesFile, KernelNames, keep_compiled
 from encoder_service.engine.graphs import CaptureRecord, GraphRunner
 from encoder_service.errors import ConfigurationError
 from encoder_service.scheduler.buckets import Bucket, BucketLadder, default_ladder, ladder_of_sizes
 from encoder_service.towers.attention import AttentionBackend, parse_attention
-from encoder_service.towers.attention.per_shape import PerShapeAttention
-from encoder_service.towers.attention.select import (
-    ShapeCase,
-    check_backends,
-    graph_time_ms,
-    measure_backends,
-)
-from encoder_service.towers.gemm import TORCH_GEMM, Gemm
-from encoder_service.towers.gemm.per_rows import TORCH_CHOICES, GemmChoices
-from encoder_service.towers.gemm.select import BlockShape, check_gemms, choose_gemms, find_gemms
-from encoder_service.towers.moonvit import MoonViTTower
-from encoder_service.towers.qwen3_vl import Qwen3VLTower
+from encoder_service.towers.attention.cases import ATTENTION, PackedBatch, attention_selection
+from encoder_service.towers.gemm import TORCH_CHOICES, TORCH_GEMM, Gemm, GemmChoices, Step
+from encoder_service.towers.gemm.available import available_gemms
+from encoder_service.towers.gemm.cases import gemm_selections
+from encoder_service.towers.layers import PlainTower
+from encoder_service.towers.selection import Choices, Selection, TimeMs, graph_time_ms
 from encoder_service.towers.tower import Tower
 
 log = structlog.get_logger(__name__)
@@ -77,43 +70,16 @@ def build_graph_runner(
     if reason is not None:
         log.warning("fast path is off, the plain tower serves", reason=reason)
         return None
-    from encoder_service.towers.fused import FusedTower  # needs triton, which only GPUs require
-
+    assert isinstance(tower, PlainTower)
     ladder = ladder_of(tower, max_patches, bucket_sizes, longest_item)
     started_s = time.monotonic()
-    kernels = KernelCandidates.of(tower, candidates, ladder, deterministic=deterministic)
-    chosen, gemms = choose_kernels(kernels, choices_dir)
-    measured_s = time.monotonic()
-    fused = FusedTower(tower, chosen, gemms)  # type: ignore[arg-type]
-    runner = GraphRunner(
-        fused,
-        ladder,
-        tower.device,
-        capture=True,
-        clock=time.monotonic,
-        choices=[
-            *(("attention", f"{size}x{bound}", one.name) for (size, bound), one in chosen.choices.items()),
-            *(
-                (step, str(rows), name)
-                for step, by_rows in gemms.names.items()
-                for rows, name in by_rows.items()
-            ),
-        ],
-    )
-    runner.capture_all(progress)
-    captured_s = time.monotonic()
-    log.info(
-        "graphs captured",
-        graphs=len(ladder),
-        sizes=len(ladder.sizes),
-        max_patches=ladder.max_patches,
-        attention=sorted({backend.name for backend in chosen.choices.values()}),
-        gemms=sorted({name for by_rows in gemms.names.values() for name in by_rows.values()}),
-        measure_s=round(measured_s - started_s, 1),
-        capture_s=round(captured_s - measured_s, 1),
-        captured_mib=runner.captured_bytes >> 20,
-        paired_mib=fused.paired_bytes >> 20,
-    )
+    selections = KernelSelections.of(tower, candidates, ladder, deterministic=deterministic)
+    file = None
+    if choices_dir is not None:
+        file = ChoicesFile.of_device(choices_dir, tower.device, selections.measured)
+    kernels = choose_kernels(selections, file)
+    log.info("kernels chosen", seconds=round(time.monotonic() - started_s, 1))
+    runner = captured_runner(tower, kernels, ladder, progress)
     # Not if deterministic: measured costs differ between starts, and with them the bucket of a batch.
     calibration = None if deterministic else calibrate(runner, tower.merge_size, clock=time.monotonic)
     if calibration is not None:
@@ -122,9 +88,41 @@ def build_graph_runner(
     return runner
 
 
+def captured_runner(
+    tower: PlainTower,
+    kernels: Kernels,
+    ladder: BucketLadder,
+    progress: Callable[[CaptureRecord, int], None] | None = None,
+) -> GraphRunner:
+    """A runner of the fused tower with these kernels, every graph captured."""
+    from encoder_service.towers.fused import FusedTower  # needs triton, which only GPUs require
+
+    started_s = time.monotonic()
+    fused = FusedTower(tower, kernels.attention, kernels.gemms)
+    choices = [
+        (operation, case, name)
+        for operation, by_case in kernels.names.items()
+        for case, name in by_case.items()
+    ]
+    runner = GraphRunner(fused, ladder, tower.device, capture=True, clock=time.monotonic, choices=choices)
+    runner.capture_all(progress)
+    log.info(
+        "graphs captured",
+        graphs=len(ladder),
+        sizes=len(ladder.sizes),
+        max_patches=ladder.max_patches,
+        attention=sorted({name for operation, _, name in choices if operation == ATTENTION}),
+        gemms=sorted({name for operation, _, name in choices if operation != ATTENTION}),
+        capture_s=round(time.monotonic() - started_s, 1),
+        captured_mib=runner.captured_bytes >> 20,
+        paired_mib=fused.paired_bytes >> 20,
+    )
+    return runner
+
+
 def why_plain(tower: Tower, candidates: Sequence[AttentionBackend]) -> str | None:
     """Why the fast path is not possible; None if it is."""
-    if not isinstance(tower, Qwen3VLTower | MoonViTTower):
+    if not isinstance(tower, PlainTower):
         return f"no fused form of {type(tower).__name__}"
     if tower.device.type != "cuda":
         return f"graphs need a CUDA device, the tower is on {tower.device}"
@@ -142,142 +140,112 @@ def ladder_of(
 ) -> BucketLadder:
     """A ladder of the configured sizes, or the default ladder up to ``max_patches`` and, for single items, up
     to ``longest_item``. Raises ConfigurationError."""
-    max_frames = tower.config.max_frames if isinstance(tower, MoonViTTower) else 1
     unit = tower.merge_size**2
     if not bucket_sizes:
         return default_ladder(
             max_patches // unit * unit,
-            max_frames=max_frames,
+            max_frames=tower.max_frames,
             merge_size=tower.merge_size,
             longest=longest_item,
         )
     wrong = [size for size in bucket_sizes if size < unit or size % unit]
     if wrong:
         raise ConfigurationError(f"bucket sizes {wrong} are no positive multiples of {unit} patches")
-    return ladder_of_sizes(bucket_sizes, max_frames=max_frames)
+    return ladder_of_sizes(bucket_sizes, max_frames=tower.max_frames)
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The attention backend by number of patches and max_seqlen, and the gemm of each product by number of
+    rows."""
+
+    attention: Choices[AttentionBackend]
+    gemms: GemmChoices
+
+    @property
+    def names(self) -> KernelNames:
+        return {ATTENTION: self.attention.names} | {
+            step: by_rows.names for step, by_rows in self.gemms.items()
+        }
+
+
+@dataclass(frozen=True)
+class KernelSelections:
+    """What a start chooses. gemms: empty if torch's gemm is the only candidate. measured: all that the
+    choices depend on besides the device and its packages, as values that JSON keeps."""
+
+    attention: Selection[AttentionBackend]
+    gemms: Mapping[Step, Selection[Gemm]]
+    measured: Mapping[str, Any]
+
+    @classmethod
+    def of(
+        cls,
+        tower: PlainTower,
+        backends: Sequence[AttentionBackend],
+        ladder: BucketLadder,
+        *,
+        deterministic: bool,
+    ) -> KernelSelections:
+        """deterministic: one attention backend for all shapes, whose rows do not depend on the batch, and
+        torch's gemm for all products, because two gemms round differently."""
+        block, dtype, device = tower.block_shape, tower.dtype, tower.device
+        # Buckets that differ only in their frames are one case.
+        by_shape = {(bucket.num_patches, bucket.max_seqlen): bucket for bucket in measured_buckets(ladder)}
+        batches = [
+            PackedBatch.mixed(patches, bucket.num_sequences, seqlen)
+            for (patches, seqlen), bucket in by_shape.items()
+        ]
+        attention = attention_selection(backends, batches, block, dtype, device, deterministic=deterministic)
+        gemms = [TORCH_GEMM] if deterministic else available_gemms(device)
+        rows = sorted(nearest_sizes(ladder, GEMM_SIZES)) if len(gemms) > 1 else []
+        measured = {
+            "tower": [type(tower).__name__, str(dtype)],
+            "block": list(block),
+            "attention": [backend.name for backend in backends],
+            "cases": [
+                f"{case.name} in {batch.num_sequences}"
+                for case, batch in zip(attention.cases, batches, strict=True)
+            ],
+            "gemms": [gemm.name for gemm in gemms],
+            "rows": rows,
+            "deterministic": deterministic,
+        }
+        products = gemm_selections(gemms, rows, block, dtype, device) if rows else {}
+        return cls(attention, products, measured)
+
+    def check(self, names: KernelNames) -> Kernels:
+        """The saved choices. Raises ConfigurationError if one is not available or deviates from float32."""
+        attention = self.attention.check(names[ATTENTION])
+        gemms = {step: selection.check(names.get(step, {})) for step, selection in self.gemms.items()}
+        return Kernels(attention, gemms or TORCH_CHOICES)
+
+    def measure(self, time_ms: TimeMs) -> Kernels:
+        """The fastest correct candidates. Raises ConfigurationError if no attention backend is correct."""
+        attention = self.attention.measure(time_ms)
+        gemms = {step: selection.measure(time_ms) for step, selection in self.gemms.items()}
+        return Kernels(attention, gemms or TORCH_CHOICES)
 
 
 def choose_kernels(
-    candidates: KernelCandidates, choices_dir: Path | None
-) -> tuple[PerShapeAttention, GemmChoices]:
-    """The attention backend by shape and the gemm of each product by number of rows: the choices of a former
-    start, checked against float32 again, or else measured now and kept for later starts. Raises
-    ConfigurationError if no backend is correct on this device."""
-    if choices_dir is None:
-        return candidates.measure()
-    measured_for = candidates.measured_for()
-    if measured_for["driver"] is None:
-        log.warning("kernel choices not kept", reason="the driver's version is unknown")
-        return candidates.measure()
-    file = ChoicesFile(choices_dir, measured_for)
-    saved = file.read()
-    if saved is not None:
+    selections: KernelSelections, file: ChoicesFile | None, time_ms: TimeMs = graph_time_ms
+) -> Kernels:
+    """The choices of a former start, checked against float32 again, or else measured now and kept in the file
+    for later starts. file: None to measure and keep nothing. Raises ConfigurationError if no backend is
+    correct on this device."""
+    saved = None if file is None else file.read()
+    if file is not None and saved is not None:
         try:
-            found = candidates.check(saved)
+            kernels = selections.check(saved)
         except ConfigurationError as error:
             log.warning("kernel choices ignored", path=str(file.path), reason=error.message)
         else:
             log.info("kernel choices of a former start", path=str(file.path))
-            return found
-    attention, gemms = candidates.measure()
-    file.write(
-        KernelChoices(
-            {candidates.cases[shape].name: backend.name for shape, backend in attention.choices.items()},
-            {
-                step: {str(rows): name for rows, name in by_rows.items()}
-                for step, by_rows in gemms.names.items()
-            },
-        )
-    )
-    return attention, gemms
-
-
-@dataclass(frozen=True)
-class KernelCandidates:
-    """What a start chooses from, and the shapes it chooses for. cases: by (number of patches, max_seqlen).
-    rows: numbers of rows for which gemms are chosen; none if torch's gemm is the only candidate.
-    deterministic: one attention backend for all shapes, whose rows do not depend on the batch."""
-
-    tower: Qwen3VLTower | MoonViTTower
-    attention: Sequence[AttentionBackend]
-    gemms: Sequence[Gemm]
-    cases: Mapping[tuple[int, int], ShapeCase]
-    rows: Sequence[int]
-    deterministic: bool
-
-    @classmethod
-    def of(
-        cls, tower: Tower, attention: Sequence[AttentionBackend], ladder: BucketLadder, *, deterministic: bool
-    ) -> KernelCandidates:
-        """deterministic: also torch's gemm for all products, because two gemms round differently."""
-        assert isinstance(tower, Qwen3VLTower | MoonViTTower)
-        shapes = {(bucket.num_patches, bucket.max_seqlen): bucket for bucket in measured_buckets(ladder)}
-        cases = {
-            (patches, seqlen): ShapeCase.mixed(f"{patches}x{seqlen}", patches, bucket.num_sequences, seqlen)
-            for (patches, seqlen), bucket in shapes.items()
-        }
-        gemms = [TORCH_GEMM] if deterministic else find_gemms(tower.device)
-        rows = sorted(nearest_sizes(ladder, GEMM_SIZES)) if len(gemms) > 1 else []
-        return cls(tower, attention, gemms, cases, rows, deterministic)
-
-    @property
-    def block(self) -> BlockShape:
-        config = self.tower.config
-        return BlockShape(
-            config.hidden_size,
-            config.intermediate_size,
-            config.num_heads,
-            config.rope_theta,
-            "interleaved" if self.tower.merges_time else "blocked",
-        )
-
-    def measured_for(self) -> dict[str, Any]:
-        """All that the choices depend on, as values that JSON keeps."""
-        return {
-            **environment_of(self.tower.device),
-            "tower": [type(self.tower).__name__, str(self.tower.dtype)],
-            "block": list(dataclasses.astuple(self.block)),
-            "attention": [backend.name for backend in self.attention],
-            "cases": [f"{case.name} in {case.num_sequences}" for case in self.cases.values()],
-            "gemms": [gemm.name for gemm in self.gemms],
-            "rows": list(self.rows),
-            "deterministic": self.deterministic,
-        }
-
-    def check(self, saved: KernelChoices) -> tuple[PerShapeAttention, GemmChoices]:
-        """The saved choices. Raises ConfigurationError if one is not available or deviates from float32."""
-        attention = check_backends(saved.attention, self.attention, [*self.cases.values()], **self._sizes)
-        gemms = TORCH_CHOICES
-        if self.rows:
-            gemms = check_gemms(saved.gemms, self.gemms, self.block, self.rows, **self._where)
-        return self._by_shape(attention), gemms
-
-    def measure(self) -> tuple[PerShapeAttention, GemmChoices]:
-        """The fastest correct candidates. Raises ConfigurationError if no attention backend is correct."""
-        attention = measure_backends(
-            self.attention, [*self.cases.values()], time_ms=graph_time_ms, **self._sizes
-        )
-        gemms = TORCH_CHOICES
-        if self.rows:
-            gemms = choose_gemms(self.gemms, self.block, self.rows, time_ms=graph_time_ms, **self._where)
-        return self._by_shape(attention), gemms
-
-    def _by_shape(self, attention: Mapping[str, AttentionBackend]) -> PerShapeAttention:
-        return PerShapeAttention({shape: attention[case.name] for shape, case in self.cases.items()})
-
-    @property
-    def _where(self) -> dict[str, Any]:
-        return {"dtype": self.tower.dtype, "device": self.tower.device}
-
-    @property
-    def _sizes(self) -> dict[str, Any]:
-        num_heads = self.block.num_heads
-        return {
-            "num_heads": num_heads,
-            "head_dim": self.block.hidden_size // num_heads,
-            "deterministic": self.deterministic,
-            **self._where,
-        }
+            return kernels
+    kernels = selections.measure(time_ms)
+    if file is not None:
+        file.write(kernels.names)
+    return kernels
 
 
 def measured_buckets(ladder: BucketLadder) -> list[Bucket]:
@@ -286,6 +254,6 @@ def measured_buckets(ladder: BucketLadder) -> list[Bucket]:
     return [bucket for bucket in ladder.buckets if bucket.num_patches in sizes]
 
 
-def nearest_sizes(ladder: BucketLadder, wanted: Sequence[int]) -> set[int]:
-    """The ladder's sizes nearest to the wanted ones."""
-    return {min(ladder.sizes, key=lambda size: abs(size - one)) for one in wanted}
+def nearest_sizes(ladder: BucketLadder, targets: Sequence[int]) -> set[int]:
+    """The size of the ladder that is nearest to each of ``targets``."""
+    return {min(ladder.sizes, key=lambda size: abs(size - target)) for target in targets}

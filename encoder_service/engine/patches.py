@@ -13,9 +13,7 @@ import torch
 
 from encoder_service.engine.staging import UploadedPixels
 from encoder_service.errors import PixelTensorMismatch
-from encoder_service.ingest.moonvit import MoonViTPreprocessor
-from encoder_service.ingest.preprocessor import Preprocessor
-from encoder_service.ingest.qwen_vl import QwenVLPreprocessor
+from encoder_service.ingest.preprocessor import PatchLayout, Preprocessor
 from encoder_service.towers.tower import Tower
 from encoder_service.types import FrameItem, TowerItem
 
@@ -40,12 +38,12 @@ def host_pixels(item: TowerItem, tower: Tower, dtype: torch.dtype) -> torch.Tens
                 needed=list(needed),
             )
         return pixels.contiguous()
-    given, expected = item.pixel_values.shape, (grid.num_patches, tower.patch_dim)
-    if given != expected:
+    shape, needed_shape = item.pixel_values.shape, (grid.num_patches, tower.patch_dim)
+    if shape != needed_shape:
         raise PixelTensorMismatch(
-            f"pixels have shape {tuple(given)}, grid {tuple(grid)} needs {expected}",
-            found=list(given),
-            needed=list(expected),
+            f"pixels have shape {tuple(shape)}, grid {tuple(grid)} needs {needed_shape}",
+            found=list(shape),
+            needed=list(needed_shape),
         )
     return item.pixel_values.to(dtype).contiguous()
 
@@ -69,9 +67,8 @@ class Cutter(Protocol):
 
 def cutter_for(preprocessor: Preprocessor, device: torch.device) -> Cutter:
     """The cutter for this preprocessor's frames on ``device``."""
-    if device.type == "cuda" and isinstance(preprocessor, QwenVLPreprocessor | MoonViTPreprocessor):
-        return KernelCutter(preprocessor)
-    return PlainCutter(preprocessor)
+    layout = preprocessor.patch_layout if device.type == "cuda" else None
+    return PlainCutter(preprocessor) if layout is None else KernelCutter(layout)
 
 
 class PlainCutter:
@@ -103,22 +100,11 @@ class PlainCutter:
 class KernelCutter:
     """Cuts a batch with one kernel launch."""
 
-    def __init__(self, preprocessor: QwenVLPreprocessor | MoonViTPreprocessor) -> None:
+    def __init__(self, layout: PatchLayout) -> None:
         from encoder_service.towers.kernels import patches  # needs triton, which only GPUs require
 
         self._patchify_items = patches.patchify_items
-        settings = preprocessor.settings
-        normalisation = settings.normalisation
-        self._normalisation = (
-            normalisation.image_mean,
-            normalisation.image_std,
-            normalisation.rescale_factor,
-        )
-        self._patch_size = settings.patch_size
-        self._merge_size = preprocessor.merge_size
-        self._temporal, self._merges_time = 1, True
-        if isinstance(preprocessor, QwenVLPreprocessor):
-            self._temporal, self._merges_time = preprocessor.settings.temporal_patch_size, False
+        self._layout = layout
 
     def cut(
         self,
@@ -127,14 +113,17 @@ class KernelCutter:
         items_I5: torch.Tensor,
         out: torch.Tensor,
     ) -> None:
+        layout, normalisation = self._layout, self._layout.normalisation
         self._patchify_items(
             uploaded.memory,
             items_I5,
             uploaded.sources_I2[: len(items_I5)],
             out,
-            *self._normalisation,
-            patch_size=self._patch_size,
-            merge_size=self._merge_size,
-            temporal_patch_size=self._temporal,
-            merges_time=self._merges_time,
+            normalisation.image_mean,
+            normalisation.image_std,
+            normalisation.rescale_factor,
+            patch_size=layout.patch_size,
+            merge_size=layout.merge_size,
+            temporal_patch_size=layout.temporal_patch_size,
+            merges_time=layout.merges_time,
         )

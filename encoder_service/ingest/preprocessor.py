@@ -31,7 +31,7 @@ from encoder_service.errors import (
 from encoder_service.ingest.decode import DecodeLimits, Transparent, decode_rgb, read_header
 from encoder_service.ingest.identity import dtype_name
 from encoder_service.ingest.resize import resize_and_pad, resize_bytes
-from encoder_service.ingest.settings import MoonViTSettings, QwenVLSettings
+from encoder_service.ingest.settings import MoonViTSettings, Normalisation, QwenVLSettings
 from encoder_service.ingest.video.clip import Clip, ClipRules
 from encoder_service.types import (
     EncodedFile,
@@ -55,6 +55,18 @@ class ImagePlan(NamedTuple):
     target: tuple[int, int]
     padded: tuple[int, int]
     grid: Grid
+
+
+class PatchLayout(NamedTuple):
+    """How ``patchify`` cuts frames, for a kernel that does the same on the device. temporal_patch_size:
+    frames. merges_time: whether patches are frame by frame in raster order, otherwise they are in merge
+    order."""
+
+    patch_size: int
+    merge_size: int
+    temporal_patch_size: int
+    merges_time: bool
+    normalisation: Normalisation
 
 
 class ProbedItem(NamedTuple):
@@ -102,6 +114,11 @@ class Preprocessor(abc.ABC):
             content["transparent"] = transparent
         text = json.dumps(content, sort_keys=True, separators=(",", ":"))
         self.fingerprint = blake3(text.encode()).digest()
+
+    @property
+    def patch_layout(self) -> PatchLayout | None:
+        """None if the device's kernel has no such cut: then ``patchify`` runs item by item."""
+        return None
 
     @property
     def longest_item(self) -> int:

@@ -18,7 +18,7 @@ import torch
 
 from encoder_service.errors import AspectRatioExceeded, InvalidOption
 from encoder_service.ingest.decode import DecodeLimits, Transparent
-from encoder_service.ingest.preprocessor import ImagePlan, Preprocessor, check_range
+from encoder_service.ingest.preprocessor import ImagePlan, PatchLayout, Preprocessor, check_range
 from encoder_service.ingest.resize import normalise_into
 from encoder_service.ingest.settings import QwenVideoSettings, QwenVLSettings
 from encoder_service.ingest.video.clip import ClipPlan, ClipRules
@@ -166,6 +166,17 @@ class QwenVLPreprocessor(Preprocessor):
         patch_size = self.settings.patch_size
         target = rounded_size(height, width, patch_size * self.merge_size, self.area_limits(options))
         return ImagePlan(target, target, Grid(1, target[0] // patch_size, target[1] // patch_size))
+
+    @property
+    def patch_layout(self) -> PatchLayout:
+        settings = self.settings
+        return PatchLayout(
+            settings.patch_size,
+            settings.merge_size,
+            temporal_patch_size=settings.temporal_patch_size,
+            merges_time=False,
+            normalisation=settings.normalisation,
+        )
 
     def patchify(self, frames_THWC: torch.Tensor) -> torch.Tensor:
         """Patches in the order [t, H/m, W/m, m, m, C, tp, ph, pw], so that the patches of one merge block are

@@ -15,7 +15,6 @@ log = structlog.get_logger(__name__)
 MOST = 1 << 20
 # Shorter than asyncio's own pause, after which it tries again.
 PAUSE_S = 0.5
-MOST_IN_A_ROW = 16
 
 
 def raise_limit() -> int:
@@ -33,20 +32,16 @@ def raise_limit() -> int:
 
 
 class Listener(socket.socket):
-    """A listening socket for asyncio, whose loop accepts as often in a row as its backlog is long: also after
-    a failure, with a line and a timer for each, and before a server could close what is above its limit. Here
-    a failure, and MOST_IN_A_ROW, end that."""
+    """A listening socket for asyncio, whose loop goes on accepting after a failure, with a line and a timer
+    for each connection that waits. Here a failure ends that, until the pause is over."""
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
         self._failed_s = -PAUSE_S
-        self._num_in_a_row = 0
 
     def accept(self) -> tuple[socket.socket, Any]:
-        if time.monotonic() - self._failed_s < PAUSE_S or self._num_in_a_row == MOST_IN_A_ROW:
-            self._num_in_a_row = 0
+        if time.monotonic() - self._failed_s < PAUSE_S:
             raise BlockingIOError  # the loop comes back while a connection waits
-        self._num_in_a_row += 1
         try:
             return super().accept()
         except (BlockingIOError, InterruptedError, ConnectionAbortedError):

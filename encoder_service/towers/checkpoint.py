@@ -2,8 +2,8 @@
 
 Owns reading a hub directory (config.json, and model.safetensors or the shards that
 model.safetensors.index.json lists), the refusal of anything that does not fit, and the fingerprint. Only
-vision tensors are read; shards without any are not opened. ``config.py`` has the sizes, ``published.py`` the
-names, ``registry.py`` builds the tower.
+vision tensors are read; shards without any are not opened. Each family's file has the sizes and the names,
+``registry.py`` builds the tower.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from encoder_service.errors import (
 )
 from encoder_service.json_reader import JsonReader
 from encoder_service.towers.config import VisionConfig
-from encoder_service.towers.published import PublishedTensor, published_tensors, vision_prefixes
+from encoder_service.towers.published import PublishedTensor
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
@@ -83,9 +83,9 @@ def vision_tensors(path: Path, config: VisionConfig) -> Iterator[tuple[Published
     Raises CheckpointError (files), MissingTensors, UnexpectedTensors, MismatchedTensors. All of them are
     raised from the headers, before the first tensor is read.
     """
-    published = sorted(published_tensors(config), key=lambda one: one.name)
-    located = locate(tensor_files(path), vision_prefixes(config))
-    check_names({one.name for one in published}, located.keys(), path)
+    published = sorted(config.published_tensors(), key=lambda tensor: tensor.name)
+    located = locate(tensor_files(path), config.prefixes)
+    check_names({tensor.name for tensor in published}, located.keys(), path)
     with ExitStack() as stack:
         handles = {file: open_file(file, stack) for file in sorted({file for _, file in located.values()})}
         held = {file: set(handle.keys()) for file, handle in handles.items()}
@@ -96,10 +96,10 @@ def vision_tensors(path: Path, config: VisionConfig) -> Iterator[tuple[Published
                 f" {listing(absent)}",
                 count=len(absent),
             )
-        places = [(one, *located[one.name]) for one in published]
-        check_shapes([(one, name, handles[file].get_slice(name)) for one, name, file in places], path)
-        for one, name, file in places:
-            yield one, handles[file].get_tensor(name)
+        stored = [(tensor, *located[tensor.name]) for tensor in published]
+        check_shapes([(tensor, name, handles[file].get_slice(name)) for tensor, name, file in stored], path)
+        for tensor, name, file in stored:
+            yield tensor, handles[file].get_tensor(name)
 
 
 def check_shapes(stored: Sequence[tuple[PublishedTensor, str, Any]], path: Path) -> None:

@@ -24,24 +24,29 @@ from torch.nn.functional import linear
 
 from encoder_service.towers.attention import AttentionBackend
 from encoder_service.towers.attention.backend import SequenceBounds
-from encoder_service.towers.attention.per_shape import PerShapeAttention
 from encoder_service.towers.fused_inputs import (
     MAX_SIDE,
     BucketShape,
     FusedInputBuilder,
     FusedInputs,
 )
-from encoder_service.towers.gemm import Gemm, Rotary, Weights, pair_rows, turns_of
-from encoder_service.towers.gemm.per_rows import TORCH_CHOICES, GemmChoices
+from encoder_service.towers.gemm import (
+    TORCH_CHOICES,
+    Gemm,
+    GemmChoices,
+    Rotary,
+    Weights,
+    pair_rows,
+    turns_of,
+)
 from encoder_service.towers.layers import Block, Merger, Norm, PlainTower, norm_of
-from encoder_service.towers.moonvit import MoonViTTower
-from encoder_service.towers.qwen3_vl import Qwen3VLTower
 from encoder_service.towers.rope import inverse_frequencies
+from encoder_service.towers.selection import Choices
 from encoder_service.towers.tower import Tower
 from encoder_service.types import Grid
 
 if TYPE_CHECKING:
-    from encoder_service.towers.kernels import PatchPlaces
+    from encoder_service.towers.kernels import PatchTables
 
 
 # Batches up to this size leave part of the device idle, so mergers that run beside the blocks cost no time.
@@ -75,13 +80,14 @@ class FusedBlock:
 class FusedTower(Tower):
     """The fused forward pass with a plain tower's weights. The plain tower remains usable.
 
-    gemms: the library for each product of a block, by number of rows.
+    attention: a backend, or the choice by number of patches and max_seqlen. gemms: the library for each
+    product of a block, by number of rows.
     """
 
     def __init__(
         self,
         plain: PlainTower,
-        attention: AttentionBackend | PerShapeAttention,
+        attention: AttentionBackend | Choices[AttentionBackend],
         gemms: GemmChoices = TORCH_CHOICES,
     ) -> None:
         super().__init__()
@@ -99,9 +105,11 @@ class FusedTower(Tower):
         self.out_width = plain.out_width
         self.num_deepstack_levels = plain.num_deepstack_levels
         self.merges_time = plain.merges_time
+        self.max_frames = plain.max_frames
         self.num_heads = plain.config.num_heads
+        wants_pairs = any(gemm.wants_pairs for gemm in gemms["rotate"].by_shape.values())
         self._blocks = [
-            FusedBlock.of(block, self.num_heads if gemms.wants_pairs else None)  # type: ignore[arg-type]
+            FusedBlock.of(block, self.num_heads if wants_pairs else None)  # type: ignore[arg-type]
             for block in plain.blocks
         ]
         frequencies = inverse_frequencies(plain.config.hidden_size // self.num_heads, plain.config.rope_theta)
@@ -111,7 +119,7 @@ class FusedTower(Tower):
         self.register_buffer("rope_cos", angles.cos().to(plain.device), persistent=False)
         self.register_buffer("rope_sin", angles.sin().to(plain.device), persistent=False)
         self._turns: torch.Tensor | None = None
-        if gemms.wants_pairs:
+        if wants_pairs:
             self._turns = turns_of(frequencies, plain.rotary_layout, self.num_heads).to(plain.device)
         self._side_stream: torch.cuda.Stream | None = None
         if plain.device.type == "cuda":
@@ -143,25 +151,26 @@ class FusedTower(Tower):
     def forward(self, inputs: FusedInputs) -> torch.Tensor:  # type: ignore[override]
         assert inputs.pixel_values is not None
         plain, blocks = self.plain, self._blocks
-        places = self._kernels.expand_items(
+        tables = self._kernels.expand_items(
             inputs.items,
             inputs.num_patches,
             merge_size=self.merge_size,
             merges_time=self.merges_time,
-            num_places=inputs.num_rows * self.merge_size**2,
+            num_merged=inputs.num_rows * self.merge_size**2,
             num_frames=inputs.num_frames,
         )
         x_PE = linear(inputs.pixel_values.to(self.dtype), plain.patch_embed.weight, plain.patch_embed.bias)
-        h_PE = self._embed(x_PE, places, blocks[0].norm1)
+        h_PE = self._embed(x_PE, tables, blocks[0].norm1)
         head_dim = x_PE.shape[1] // self.num_heads
         attention = self.attention
-        if isinstance(attention, PerShapeAttention):
-            attention = attention.choose(inputs.num_patches, inputs.max_seqlen)
+        if isinstance(attention, Choices):
+            attention = attention.nearest(inputs.num_patches, inputs.max_seqlen)
         bounds = attention.plan(inputs, (x_PE.shape[0], self.num_heads, head_dim), x_PE.dtype)
         rotary = Rotary(
-            places.coords, self.rope_cos, self.rope_sin, plain.rotary_layout, self.num_heads, self._turns
+            tables.coords, self.rope_cos, self.rope_sin, plain.rotary_layout, self.num_heads, self._turns
         )
-        gemms = self.gemms.choose(x_PE.shape[0])
+        gemms = {step: choices.nearest(x_PE.shape[0]) for step, choices in self.gemms.items()}
+        mergers = plain.level_mergers
         levels = Levels(self._side_stream if x_PE.shape[0] <= SIDE_STREAM_PATCHES else None)
         for index, block in enumerate(blocks):
             # The delta has still to be added to the residual x_PE; None if the product has added it.
@@ -173,11 +182,9 @@ class FusedTower(Tower):
             if index + 1 < len(blocks):
                 h_PE = self._kernels.add_norm(x_PE, delta_PE, *blocks[index + 1].norm1)
             else:
-                h_PE = self._last_norm(x_PE, delta_PE, places)
+                h_PE = self._last_norm(x_PE, delta_PE, tables)
             # From here on, x_PE holds the block's output.
-            if isinstance(plain, Qwen3VLTower) and index in plain.config.deepstack_visual_indexes:
-                level = plain.config.deepstack_visual_indexes.index(index)
-                merger: Merger = plain.deepstack_mergers[level]  # type: ignore[assignment]
+            if (merger := mergers.get(index)) is not None:
                 h_RM = self._kernels.add_norm(x_PE.view(-1, merger.merged_width), None, *norm_of(merger.norm))
                 levels.start(h_RM, functools.partial(self._merge, h_RM, merger))
         main_RD = self._merge(h_PE, plain.merger)
@@ -200,37 +207,37 @@ class FusedTower(Tower):
         q_PHd, k_PHd, v_PHd = qkv.view(h_PE.shape[0], 3, self.num_heads, -1).unbind(1)
         return attention.attend(q_PHd, k_PHd, v_PHd, bounds).flatten(1)
 
-    def _embed(self, x_PE: torch.Tensor, places: PatchPlaces, norm: Norm) -> torch.Tensor:
+    def _embed(self, x_PE: torch.Tensor, tables: PatchTables, norm: Norm) -> torch.Tensor:
         """Adds the learned positions to x in place and returns the first block's normed input."""
         plain = self.plain
         table_height, table_width = plain.position_sides
         return self._kernels.embed_norm(
             x_PE,
             plain.pos_embed,
-            places.coords,
+            tables.coords,
             *norm,
             mode=plain.position_mode,
             table_height=table_height,
             table_width=table_width,
-            frame_table=plain.frame_embed if isinstance(plain, MoonViTTower) else None,
-            frame_index=places.frame_index,
+            frame_table=plain.frame_embed,
+            frame_index=tables.frame_index,
         )
 
     def _last_norm(
-        self, x_PE: torch.Tensor, delta_PE: torch.Tensor | None, places: PatchPlaces
+        self, x_PE: torch.Tensor, delta_PE: torch.Tensor | None, tables: PatchTables
     ) -> torch.Tensor:
         """The merger's normed input [R * merge^2, E], after the last block's delta was added."""
-        plain, merger_norm = self.plain, norm_of(self.plain.merger.norm)
-        if not isinstance(plain, MoonViTTower):
+        merger_norm, final_norm = norm_of(self.plain.merger.norm), self.plain.final_norm
+        if final_norm is None:
             return self._kernels.add_norm(x_PE, delta_PE, *merger_norm)
-        assert places.merge_index is not None
-        assert places.merge_weight is not None
+        assert tables.merge_index is not None
+        assert tables.merge_weight is not None
         return self._kernels.merge_frames_norm(
             x_PE,
             delta_PE,
-            places.merge_index,
-            places.merge_weight,
-            norm_of(plain.final_norm),
+            tables.merge_index,
+            tables.merge_weight,
+            norm_of(final_norm),
             merger_norm,
         )
 

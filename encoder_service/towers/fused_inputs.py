@@ -24,8 +24,8 @@ from encoder_service.types import Grid
 MAX_SIDE = 32_768
 # Patches are numbered in int32.
 MAX_BATCH_PATCHES = 2**31 - 1
-# Columns of the item table: first patch, first place after merging over frames, then the grid.
-ITEM_COLUMNS = ("first_patch", "first_place", "t", "h", "w")
+# Columns of the item table: first patch, first position after merging over frames, then the grid.
+ITEM_COLUMNS = ("first_patch", "first_merged", "t", "h", "w")
 NUM_COLUMNS = len(ITEM_COLUMNS)
 # Number of int32 entries in 16 bytes, the alignment that kernels are compiled for.
 ALIGNED_ENTRIES = 4
@@ -73,9 +73,9 @@ class FusedInputs(BatchInputs):
     def items(self) -> torch.Tensor:
         """int32 [I, 5], a view of the table: the ITEM_COLUMNS of each item, in the batch's order.
 
-        An item's patches begin at first_patch. If rows average over frames, its h * w places in merge order,
-        merge^2 per row, begin at first_place. Padded slots point to the batch's end and have no frames:
-        (patches, places, 0, 1, 1).
+        An item's patches begin at first_patch. If rows average over frames, its h * w merged positions,
+        merge^2 per row in merge order, begin at first_merged. Padded slots point to the batch's end and have
+        no frames: (patches, merged positions, 0, 1, 1).
         """
         return self.table[items_start(self.num_slots) :].view(-1, NUM_COLUMNS)
 
@@ -112,8 +112,8 @@ class FusedInputBuilder:
         frames, height, width = grids_I3.T
         frame_size = height * width
         patches = frames * frame_size
-        # The number of places after merging over frames, and the length of each attention sequence.
-        places = frame_size if self.merges_time else patches
+        # The number of positions after merging over frames, and the length of each attention sequence.
+        merged = frame_size if self.merges_time else patches
         seqlens = patches if self.merges_time else np.repeat(frame_size, frames)
         num_patches, num_items, num_slots = int(patches.sum()), len(grids), len(seqlens)
         if num_patches > MAX_BATCH_PATCHES:
@@ -129,7 +129,7 @@ class FusedInputBuilder:
         table[num_slots + 1 : start] = num_patches
         items = table[start:].reshape(-1, NUM_COLUMNS)
         items[:, 0] = patches.cumsum() - patches
-        items[:, 1] = places.cumsum() - places
+        items[:, 1] = merged.cumsum() - merged
         items[:, 2:] = grids_I3
         return FusedInputs(
             table=torch.from_numpy(table),
@@ -137,28 +137,28 @@ class FusedInputBuilder:
             seqlens=tuple(seqlens.tolist()),
             max_seqlen=int(seqlens.max()),
             num_patches=num_patches,
-            num_rows=int(places.sum()) // self.merge_size**2,
+            num_rows=int(merged.sum()) // self.merge_size**2,
             num_frames=int(frames.max()) if self.merges_time else 1,
         )
 
     def pad(self, inputs: FusedInputs, bucket: BucketShape) -> FusedInputs:
         """The batch in a bucket's static shapes, on the host. Padding patches belong to no sequence and to no
-        row that is returned. The bucket has one merged place per patch, which images need; clips leave some
-        unused. The batch must fit the bucket."""
+        row that is returned. The bucket has one merged position per patch, which images need; clips leave
+        some unused. The batch must fit the bucket."""
         num_patches, num_sequences = inputs.num_patches, len(inputs.seqlens)
         assert num_patches <= bucket.num_patches
         assert num_sequences <= bucket.num_sequences
         assert inputs.max_seqlen <= bucket.max_seqlen
         assert inputs.num_frames <= bucket.num_frames
-        given = inputs.table.numpy()
-        given_items = given[items_start(inputs.num_slots) :]
+        unpadded = inputs.table.numpy()
+        unpadded_items = unpadded[items_start(inputs.num_slots) :]
         start = items_start(bucket.num_sequences)
         # There are never more items than sequences.
         table = np.empty(start + bucket.num_sequences * NUM_COLUMNS, np.int32)
-        table[: num_sequences + 1] = given[: num_sequences + 1]
+        table[: num_sequences + 1] = unpadded[: num_sequences + 1]
         table[num_sequences + 1 : start] = num_patches
-        table[start : start + len(given_items)] = given_items
-        unused = table[start + len(given_items) :].reshape(-1, NUM_COLUMNS)
+        table[start : start + len(unpadded_items)] = unpadded_items
+        unused = table[start + len(unpadded_items) :].reshape(-1, NUM_COLUMNS)
         unused[:] = (num_patches, inputs.num_rows * self.merge_size**2, 0, 1, 1)
         return FusedInputs(
             table=torch.from_numpy(table),

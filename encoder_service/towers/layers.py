@@ -9,7 +9,7 @@ D language-model width, H heads, d head_dim.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar, Literal, NamedTuple
 
 import torch
@@ -114,17 +114,36 @@ class Merger(nn.Module):
         return rows_RD
 
 
+class BlockShape(NamedTuple):
+    """The sizes that the products and the attention of a block depend on."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    rope_theta: float
+    layout: RotaryLayout
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_heads
+
+
 class PlainTower(Tower):
-    """A tower in its readable form. A family's subclass adds its merger, ``prepare`` and ``forward``.
+    """A tower in its readable form. A family's subclass adds its merger, ``prepare`` and ``forward``. The
+    fused form (``fused.py``) reads the attributes below.
 
     position_mode: how the learned table, with [height, width] of ``position_sides`` entries, is stretched
     over a frame. rotary_layout: see ``rope.rotary_tables``. Patches are frame by frame in raster order if
-    ``merges_time``, otherwise in merge order.
+    ``merges_time``, otherwise in merge order. frame_embed: float32 [max_frames + 1, E], which is added to the
+    positions by frame, see ``moonvit.frame_table``; None if the family has none. final_norm: the norm before
+    patches are averaged over frames; None unless ``merges_time``.
     """
 
     position_mode: ClassVar[Literal["linear", "cubic"]]
     rotary_layout: ClassVar[RotaryLayout]
     merger: Merger
+    frame_embed: torch.Tensor | None
+    final_norm: nn.LayerNorm | None
 
     def __init__(self, config: VisionConfig, position_sides: tuple[int, int], norm_eps: float) -> None:
         super().__init__()
@@ -140,6 +159,25 @@ class PlainTower(Tower):
         self.blocks = nn.ModuleList(
             Block(config.hidden_size, config.num_heads, config.intermediate_size, norm_eps)
             for _ in range(config.depth)
+        )
+        self.register_buffer("frame_embed", None, persistent=False)
+        self.register_module("final_norm", None)
+
+    @property
+    def level_mergers(self) -> Mapping[int, Merger]:
+        """The merger of each deepstack level, by the block that it follows, ascending. Empty without
+        levels."""
+        return {}
+
+    @property
+    def block_shape(self) -> BlockShape:
+        config = self.config
+        return BlockShape(
+            config.hidden_size,
+            config.intermediate_size,
+            config.num_heads,
+            config.rope_theta,
+            self.rotary_layout,
         )
 
     def check_grid(self, grid: Grid) -> None:

@@ -6,7 +6,7 @@ import structlog
 import torch
 
 from encoder_service.towers.attention.available import BUILDERS
-from encoder_service.towers.gemm.select import quack_gemms
+from encoder_service.towers.gemm.available import quack_gemms
 
 log = structlog.get_logger(__name__)
 

@@ -1,7 +1,8 @@
 """The tower of Qwen3-VL and, without deepstack, of Qwen3.5.
 
-Owns the order of the parts. Patches arrive in merge order, in which each block of merge^2 neighbours is
-adjacent, so that mergers need no gather. Attention stays within one frame.
+Owns the order of the parts, the sizes in config.json and the names of the tensors. Patches arrive in merge
+order, in which each block of merge^2 neighbours is adjacent, so that mergers need no gather. Attention stays
+within one frame.
 
 Shape legend: P patches, S attention sequences (frames), R rows, E tower width, D language-model width,
 L deepstack levels.
@@ -12,18 +13,72 @@ which the parity tests compare with.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
 
 import torch
 from torch import nn
 
-from encoder_service.towers.config import QWEN3_5, QWEN3_VL, QwenVisionConfig
+from encoder_service.json_reader import JsonReader
+from encoder_service.towers.config import Family, VisionConfig, rope_theta
 from encoder_service.towers.layers import Merger, PlainTower
 from encoder_service.towers.positions import pack_frames
+from encoder_service.towers.published import PublishedTensor, flatten_patch, layer
 from encoder_service.towers.tower import TowerInputs
 from encoder_service.types import Grid
 
 NORM_EPS = 1e-6
+QWEN3_VL = "qwen3_vl"
+QWEN3_5 = "qwen3_5"
+
+
+@dataclass(frozen=True, kw_only=True)
+class QwenVisionConfig(VisionConfig):
+    """Sizes of a Qwen3-VL or Qwen3.5 tower. position_side: the learned table has position_side squared
+    entries. deepstack_visual_indexes: blocks after which a deepstack level is taken, ascending; empty for
+    Qwen3.5."""
+
+    prefixes: ClassVar[Sequence[tuple[str, ...]]] = [("model.visual.",), ("visual.",)]
+
+    temporal_patch_size: int
+    position_side: int
+    deepstack_visual_indexes: tuple[int, ...]
+
+    @property
+    def patch_dim(self) -> int:
+        """Elements of one flattened patch, in [channel, frame, row, column] order."""
+        return self.in_channels * self.temporal_patch_size * self.patch_size**2
+
+    def published_tensors(self) -> Iterator[PublishedTensor]:
+        width, mlp_width, patch = self.hidden_size, self.intermediate_size, self.patch_size
+        merged_width = width * self.merge_size**2
+        yield PublishedTensor(
+            "patch_embed.proj.weight",
+            (width, self.in_channels, self.temporal_patch_size, patch, patch),
+            "patch_embed.weight",
+            flatten_patch,
+        )
+        yield PublishedTensor("patch_embed.proj.bias", (width,), "patch_embed.bias")
+        yield PublishedTensor("pos_embed.weight", (self.position_side**2, width), "pos_embed")
+        for index in range(self.depth):
+            block = f"blocks.{index}"
+            yield from layer(f"{block}.norm1", f"{block}.norm1", width)
+            yield from layer(f"{block}.attn.qkv", f"{block}.qkv", 3 * width, width)
+            yield from layer(f"{block}.attn.proj", f"{block}.proj", width, width)
+            yield from layer(f"{block}.norm2", f"{block}.norm2", width)
+            yield from layer(f"{block}.mlp.linear_fc1", f"{block}.fc1", mlp_width, width)
+            yield from layer(f"{block}.mlp.linear_fc2", f"{block}.fc2", width, mlp_width)
+        mergers = [("merger", "merger", width)] + [
+            (f"deepstack_merger_list.{level}", f"deepstack_mergers.{level}", merged_width)
+            for level in range(len(self.deepstack_visual_indexes))
+        ]
+        for name, parameter, norm_width in mergers:
+            yield from layer(f"{name}.norm", f"{parameter}.norm", norm_width)
+            yield from layer(f"{name}.linear_fc1", f"{parameter}.fc1", merged_width, merged_width)
+            yield from layer(f"{name}.linear_fc2", f"{parameter}.fc2", self.out_width, merged_width)
 
 
 class Qwen3VLTower(PlainTower):
@@ -46,6 +101,10 @@ class Qwen3VLTower(PlainTower):
             for _ in config.deepstack_visual_indexes
         )
 
+    @property
+    def level_mergers(self) -> Mapping[int, Merger]:
+        return dict(zip(self.config.deepstack_visual_indexes, self.deepstack_mergers, strict=True))  # type: ignore[arg-type]
+
     def prepare(self, grids: Sequence[Grid]) -> TowerInputs:
         return pack_frames(
             self.frame_tables(grids), [grid.h * grid.w for grid in grids for _ in range(grid.t)]
@@ -55,10 +114,63 @@ class Qwen3VLTower(PlainTower):
         x_PE, positions_PE = self.embed(inputs)
         x_PE = x_PE + positions_PE.to(x_PE.dtype)
 
-        mergers = dict(zip(self.config.deepstack_visual_indexes, self.deepstack_mergers, strict=True))
+        mergers = self.level_mergers
         levels_RD = []
         for index, block in enumerate(self.blocks):
             x_PE = block(x_PE, inputs, self.attention)
             if index in mergers:
                 levels_RD.append(mergers[index](x_PE))
         return torch.cat([self.merger(x_PE), *levels_RD], dim=-1)
+
+
+def parse_sizes(config: JsonReader, *, has_deepstack: bool) -> QwenVisionConfig:
+    """The sizes in config.json. has_deepstack: False to ignore the deepstack levels that it states. Raises
+    UnsupportedCheckpoint."""
+    vision = config.section("vision_config")
+    table_rows = vision.count("num_position_embeddings")
+    if math.isqrt(table_rows) ** 2 != table_rows:
+        raise vision.refuse("num_position_embeddings", table_rows, "a square number")
+    depth = vision.count("depth", "num_hidden_layers")
+    return QwenVisionConfig(
+        depth=depth,
+        hidden_size=vision.count("hidden_size"),
+        num_heads=vision.count("num_heads", "num_attention_heads"),
+        intermediate_size=vision.count("intermediate_size"),
+        patch_size=vision.count("patch_size"),
+        temporal_patch_size=vision.count("temporal_patch_size"),
+        in_channels=vision.count("in_channels", default=3),
+        merge_size=vision.count("spatial_merge_size"),
+        position_side=math.isqrt(table_rows),
+        out_width=vision.count("out_hidden_size"),
+        deepstack_visual_indexes=deepstack_indexes(vision, depth) if has_deepstack else (),
+        rope_theta=rope_theta(vision),
+    )
+
+
+def deepstack_indexes(vision: JsonReader, depth: int) -> tuple[int, ...]:
+    """Block numbers of the deepstack levels, which must ascend: the tower outputs levels in block order."""
+    value = vision.values.get("deepstack_visual_indexes")
+    if (
+        not isinstance(value, Sequence)
+        or isinstance(value, str)
+        or any(not isinstance(index, int) or not 0 <= index < depth for index in value)
+        or list(value) != sorted(set(value))
+    ):
+        raise vision.refuse("deepstack_visual_indexes", value, f"ascending block numbers below depth {depth}")
+    return tuple(value)
+
+
+FAMILIES = (
+    Family(
+        QWEN3_VL,
+        ("qwen3_vl", "qwen3_vl_moe"),
+        partial(parse_sizes, has_deepstack=True),
+        partial(Qwen3VLTower, family=QWEN3_VL),
+    ),
+    Family(
+        QWEN3_5,
+        ("qwen3_5", "qwen3_5_moe"),
+        partial(parse_sizes, has_deepstack=False),
+        partial(Qwen3VLTower, family=QWEN3_5),
+    ),
+)

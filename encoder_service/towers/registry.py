@@ -1,22 +1,28 @@
 """Loads a tower from a checkpoint directory.
 
-Owns the class of each family and the order of loading: sizes, headers, values, device, checks.
+Owns the list of families, the choice by config.json's model_type, and the order of loading: sizes, headers,
+values, device, checks.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from encoder_service.errors import UnsupportedCheckpoint
+from encoder_service.json_reader import JsonReader
+from encoder_service.towers import moonvit, qwen3_vl
 from encoder_service.towers.checkpoint import Fingerprint, check_initialised, read_config, vision_tensors
-from encoder_service.towers.config import MoonViTConfig, VisionConfig, parse_config
-from encoder_service.towers.moonvit import MoonViTTower
-from encoder_service.towers.qwen3_vl import Qwen3VLTower
+from encoder_service.towers.config import Family, VisionConfig, check_heads
 from encoder_service.towers.tower import Tower
 
+# By config.json's model_type.
+FAMILIES: Mapping[str, Family] = {
+    model_type: family for family in (*qwen3_vl.FAMILIES, moonvit.FAMILY) for model_type in family.model_types
+}
 TOWER_DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -28,11 +34,35 @@ class LoadedTower:
     fingerprint: bytes
 
 
-def build_tower(family: str, config: VisionConfig) -> Tower:
-    """A tower of these sizes whose parameters have no meaningful values yet."""
-    if isinstance(config, MoonViTConfig):
-        return MoonViTTower(config)
-    return Qwen3VLTower(config, family)
+def parse_config(values: Mapping[str, object]) -> tuple[Family, VisionConfig]:
+    """Family and tower sizes from the content of a config.json.
+
+    Raises UnsupportedCheckpoint for an unknown model_type, a size that is missing or not a positive integer,
+    sizes that contradict each other, and a setting that the family's tower does not implement.
+    """
+    model_type = values.get("model_type")
+    family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
+    if family is None:
+        raise UnsupportedCheckpoint(
+            f"config.json has model_type {model_type!r}, needs one of {', '.join(FAMILIES)}",
+            found=model_type,
+            needed=", ".join(FAMILIES),
+        )
+    config = JsonReader(values, "config.json")
+    config.section("vision_config").require("hidden_act", "gelu_pytorch_tanh")
+    sizes = family.parse(config)
+    text = config.section("text_config", {})
+    if text.has("hidden_size") and text.values["hidden_size"] != sizes.out_width:
+        # Rows with another width than the language model's could never be spliced.
+        found = text.values["hidden_size"]
+        raise UnsupportedCheckpoint(
+            f"the tower's rows are {sizes.out_width} wide, text_config.hidden_size is {found}: they need to"
+            " be equal",
+            found=sizes.out_width,
+            needed=found,
+        )
+    check_heads(sizes)
+    return family, sizes
 
 
 def load_tower(path: Path, *, device: torch.device, dtype: torch.dtype) -> LoadedTower:
@@ -49,8 +79,8 @@ def load_tower(path: Path, *, device: torch.device, dtype: torch.dtype) -> Loade
         )
     family, config = parse_config(read_config(path))
     with torch.device("meta"):
-        tower = build_tower(family, config)
-    fingerprint = Fingerprint(family, config)
+        tower = family.build(config)
+    fingerprint = Fingerprint(family.name, config)
     values: dict[str, torch.Tensor] = {}
     for published, tensor in vision_tensors(path, config):
         fingerprint.add(published, tensor)

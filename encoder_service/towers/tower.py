@@ -54,7 +54,7 @@ class TowerInputs(BatchInputs):
     float32 [P, head_dim], rotary tables per patch. cu_seqlens: int32 [S + 1]. seqlens: the same lengths on
     the host. max_seqlen: their maximum. merge_index: int64 [R * merge^2, F], patches averaged into each
     merger input, or None if patches are already in merge order. merge_weight: float32 [R * merge^2, F], zero
-    in unused places.
+    in unused entries.
     """
 
     position_index: torch.Tensor
@@ -80,6 +80,7 @@ class Tower(nn.Module, abc.ABC):
     A subclass sets these attributes: family. patch_size: pixels per side. merge_size: patches per side.
     temporal_patch_size: frames. patch_dim: elements of one flattened patch. out_width: D.
     num_deepstack_levels: L. merges_time: whether an item's frames are averaged into one set of rows.
+    max_frames: the most frames that are averaged; 1 unless ``merges_time``.
     """
 
     family: str
@@ -90,6 +91,7 @@ class Tower(nn.Module, abc.ABC):
     out_width: int
     num_deepstack_levels: int
     merges_time: bool
+    max_frames: int = 1
     modalities: tuple[Modality, ...] = (Modality.IMAGE, Modality.VIDEO)
 
     @property

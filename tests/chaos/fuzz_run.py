@@ -31,7 +31,7 @@ import numpy as np
 import structlog
 from PIL import Image
 
-from encoder_service.towers.synthetic import make_checkpoint
+from encoder_service.checkpoints.synthetic import make_checkpoint
 from tests.chaos.fuzz_messages import Call, make_call
 from tests.chaos.soak import usage
 from tests.integration.conftest import RunningService

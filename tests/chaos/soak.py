@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from encoder_service.towers.synthetic import make_checkpoint
+from encoder_service.checkpoints.synthetic import make_checkpoint
 from tests.chaos.pods import EncoderPod
 from tests.unit.transport.broker_rig import num_descriptors
 from tests.waiting import wait_until

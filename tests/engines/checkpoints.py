@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from encoder_service.towers.synthetic import make_checkpoint
+from encoder_service.checkpoints.synthetic import make_checkpoint
 
 TOWER_PREFIXES = ("model.visual.", "vision_tower.", "mm_projector.")
 INDEX = "model.safetensors.index.json"

@@ -21,7 +21,7 @@ HAS_FA3 = any(importlib.util.find_spec(name) for name in INTERFACES)
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "kimi_k25"])
 def test_every_variant_runs_and_is_profiled(family: str, tmp_path: Path) -> None:
-    expected = {"ref_sdpa", "plain", "fused", "graph"}
+    expected = {"ref_sdpa", "plain", "fused", "graph", "graph_torch"}
     if HAS_FA3:
         expected |= {"ref_fa3", "ref_fa3_graph"}
     ended = subprocess.run(
@@ -37,6 +37,8 @@ def test_every_variant_runs_and_is_profiled(family: str, tmp_path: Path) -> None
     records = {one["variant"]: one for one in result["records"]}
     assert set(records) == expected, result["left_out"]
     assert 0 < records["graph"]["host_us"] < 1e5
+    (gain,) = result["gains"]
+    assert gain["ratio"] == records["graph_torch"]["median_ms"] / records["graph"]["median_ms"]
     errors = {one["variant"]: one["relative_error"] for one in result["accuracy"]}
     assert max(errors.values()) < 5e-2, errors
     (profile,) = result["profile"]

@@ -12,10 +12,10 @@ import pytest
 import torch
 from PIL import Image
 
+from encoder_service.checkpoints.synthetic import make_checkpoint
 from encoder_service.ingest.decode import DecodeLimits
 from encoder_service.ingest.registry import load_preprocessor
 from encoder_service.towers.registry import load_tower
-from encoder_service.towers.synthetic import make_checkpoint
 from encoder_service.types import PreprocessOptions
 from lm_adapter import CacheTier, EncodedRows, ImageItem, VisionEncoderClient
 from tests.integration.conftest import FAMILIES, running

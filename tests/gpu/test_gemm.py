@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from encoder_service.towers.gemm import STEPS, TORCH_GEMM, Step
-from encoder_service.towers.gemm.select import TOLERANCE, BlockShape, find_gemms, make_trial
+from encoder_service.towers.gemm.available import available_gemms
+from encoder_service.towers.gemm.cases import TOLERANCE, make_trial
+from encoder_service.towers.layers import BlockShape
 from tests.parity.tower_cases import fresh_seed
 
 pytestmark = pytest.mark.gpu
@@ -21,7 +23,7 @@ NUM_ROWS = (4, 1100, 1152, 3456, 4304)
 @pytest.mark.parametrize("num_rows", NUM_ROWS)
 @pytest.mark.parametrize("step", STEPS)
 def test_every_candidate_is_as_near_to_float32_as_torch(step: Step, num_rows: int, layout: str) -> None:
-    candidates = [gemm for gemm in find_gemms(CUDA)[1:] if step in gemm.steps]
+    candidates = [gemm for gemm in available_gemms(CUDA)[1:] if step in gemm.steps]
     if not candidates:
         pytest.skip("torch is the only gemm here")
     torch.manual_seed(fresh_seed())

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from encoder_service.towers.synthetic import make_checkpoint
+from encoder_service.checkpoints.synthetic import make_checkpoint
 from tests.chaos.two_pods import (
     MIB,
     UNMAP_S,

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from encoder_service.checkpoints.synthetic import FAMILIES, make_checkpoint
 from encoder_service.ingest.decode import DecodeLimits
 from encoder_service.ingest.registry import load_preprocessor
 from encoder_service.towers.registry import load_tower
-from encoder_service.towers.synthetic import FAMILIES, make_checkpoint
 from encoder_service.types import EncodedFile, PreprocessOptions
 from lm_adapter import ClipItem, EncodedRows, ImageItem, VisionEncoderClient
 from tests.integration.conftest import running

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from encoder_service.app import Service
+from encoder_service.checkpoints.synthetic import make_checkpoint
 from encoder_service.config import parse_settings
-from encoder_service.towers.synthetic import make_checkpoint
 from lm_adapter import VisionEncoderClient
 from vision_encoder.v1 import encoder_pb2_grpc
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from encoder_service.towers.synthetic import FAMILIES, make_checkpoint
+from encoder_service.checkpoints.synthetic import FAMILIES, make_checkpoint
 from lm_adapter.engines.hf import RemoteItem, RemoteVisionLM, load_language_model
 from lm_adapter.errors import InvalidRequest, InvalidRows
 from lm_adapter.items import Grid, Modality

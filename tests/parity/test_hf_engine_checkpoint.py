@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from encoder_service.towers.synthetic import FAMILIES, config_for, make_checkpoint
+from encoder_service.checkpoints.synthetic import FAMILIES, config_for, make_checkpoint
 from lm_adapter.engines.hf import RemoteVisionLM, load_language_model
 from lm_adapter.engines.hf_checkpoint import vision_interface
 from lm_adapter.errors import InvalidRequest

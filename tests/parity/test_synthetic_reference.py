@@ -12,7 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
-from encoder_service.towers.synthetic import FAMILIES, config_for, make_checkpoint
+from encoder_service.checkpoints.synthetic import FAMILIES, config_for, make_checkpoint
 from tests.parity.reference import KIMI_VISION_NAMES, import_reference
 
 MODEL_CLASSES = {

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from encoder_service import app
+from encoder_service.checkpoints.synthetic import FAMILIES, make_checkpoint
 from encoder_service.rpc import convert
-from encoder_service.towers.synthetic import FAMILIES, make_checkpoint
 from lm_adapter import ClipItem, FramesItem, ImageItem, PreprocessOptions, VisionEncoderClient
 from lm_adapter.clip_texts import kimi_chunk_texts, qwen_frame_texts
 from lm_adapter.engines.hf import RemoteItem, load_language_model

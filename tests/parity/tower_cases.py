@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from safetensors.torch import save_file
 
+from encoder_service.checkpoints.synthetic import config_for, draw, vision_layout
 from encoder_service.towers import Tower
-from encoder_service.towers.synthetic import config_for, draw, vision_layout
 from encoder_service.types import Grid
 
 # Limit of float32 parity: norm of the difference over the norm of the reference. Found: up to 2e-6 on a CPU.

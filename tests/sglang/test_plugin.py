@@ -56,7 +56,8 @@ from tests.waiting import wait_until
 pytestmark = [pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore")]
 only_qwen3_vl = pytest.mark.parametrize("family", ["qwen3_vl"], indirect=True, scope="session")
 
-PUBLISHED_KIMI = Path(encoder_service.__file__).parent / "towers" / "synthetic" / "published" / "kimi_k25"
+PACKAGE = Path(encoder_service.__file__).parent
+PUBLISHED_KIMI = PACKAGE / "checkpoints" / "synthetic" / "published" / "kimi_k25"
 TEXT = prompt("Say something about waves.")
 # Prompts, and which images they have.
 CASES = (

@@ -14,7 +14,7 @@ import pytest
 if importlib.util.find_spec("smg") is None:
     collect_ignore_glob = ["test_*.py"]
 else:
-    from encoder_service.towers.synthetic import make_checkpoint
+    from encoder_service.checkpoints.synthetic import make_checkpoint
     from tests.tokenspeed.processes import Encoder, Gateway, PrefillWorker
 
 FAMILIES = ("qwen3_vl", "qwen3_5", "kimi_k25")

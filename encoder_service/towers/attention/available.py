@@ -1,6 +1,6 @@
 """The attention backends that are installed and fit a device, by name and in order of preference.
 
-Owns the names and the requirements of the backends. ``select.py`` measures which one is fastest.
+Owns the names and the requirements of the backends. ``selection.py`` measures which is fastest.
 """
 
 from __future__ import annotations

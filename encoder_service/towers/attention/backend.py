@@ -1,8 +1,8 @@
 """The protocol of attention backends, its sequence bounds, and the output buffer that blocks share.
 
 Owns the interface between the towers and the kernels. ``available.py`` lists the backends of a device,
-``select.py`` measures them. A new backend implements ``AttentionBackend`` in its own file with a function
-``build``; add it to ``available.BUILDERS`` and its ``name`` to ``available.NAMES``.
+``cases.py`` says what they are measured on. A new backend implements ``AttentionBackend`` in its own file
+with a function ``build``; add it to ``available.BUILDERS`` and its ``name`` to ``available.NAMES``.
 tests/unit/towers/test_attention_backends.py runs every name. Graphs use no backend with ``static_lengths``.
 
 Padding: kernels that fetch whole tiles of keys and values read past the end of the last sequence and give

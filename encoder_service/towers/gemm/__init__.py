@@ -2,8 +2,7 @@
 
 Owns the protocol of a library of such products (``Gemm``), and torch's implementation, which is always
 available. A library that computes the step in the product's epilogue saves a pass over its output.
-``select.py`` measures which library is fastest for each product and number of rows, ``per_rows.py`` looks the
-choice up.
+``available.py`` lists the libraries of a device, ``cases.py`` says what they are measured on.
 
 Shape legend: P patches, K input width, N output width, H heads, d head_dim.
 """
@@ -12,14 +11,15 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeAlias
 
 import torch
 from torch.nn.functional import gelu, linear
 
 from encoder_service.towers.rope import RotaryLayout
+from encoder_service.towers.selection import Choices
 
 # The steps after the four products of a block: qkv, fc1, proj, fc2.
 Step = Literal["rotate", "gelu", "add_attention", "add_mlp"]
@@ -71,7 +71,7 @@ class Gemm(Protocol):
 
     @property
     def steps(self) -> Set[Step]:
-        """The steps for which ``select.py`` tries this gemm."""
+        """The steps for which this gemm is tried."""
         ...
 
     @property
@@ -124,6 +124,10 @@ class TorchGemm:
 
 
 TORCH_GEMM: Gemm = TorchGemm()
+
+# For the product before each step, the gemm by number of rows.
+GemmChoices: TypeAlias = Mapping[Step, Choices[Gemm]]
+TORCH_CHOICES: GemmChoices = {step: Choices({(1,): TORCH_GEMM}) for step in STEPS}
 
 
 def pair_rows(tensor: torch.Tensor, num_heads: int) -> torch.Tensor:

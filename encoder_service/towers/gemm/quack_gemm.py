@@ -2,7 +2,7 @@
 
 Owns the three epilogues and the tiles. quack's warp-specialised kernel takes a Python function as its
 epilogue and compiles it in the first call, which takes about 1.5 s for each function and tile; other numbers
-of rows reuse the kernel. Importing this module imports quack; ``select.find_gemms`` handles a failure.
+of rows reuse the kernel. Importing this module imports quack; ``available.py`` handles a failure.
 flash-attn 4 depends on quack, so one installation provides both.
 
 Source: Dao-AILab/quack, quack/epilogue/frontend.py (the contract of an epilogue function), 0.6.5. The angle

@@ -11,14 +11,14 @@ assertions.
 
 from encoder_service.towers.kernels.activation import gelu_
 from encoder_service.towers.kernels.embedding import embed_norm
-from encoder_service.towers.kernels.expand import PatchPlaces, expand_items
+from encoder_service.towers.kernels.expand import PatchTables, expand_items
 from encoder_service.towers.kernels.frames import merge_frames_norm
 from encoder_service.towers.kernels.norm import add_norm
 from encoder_service.towers.kernels.patches import patchify_items
 from encoder_service.towers.kernels.rotary import rotate_qkv_
 
 __all__ = [
-    "PatchPlaces",
+    "PatchTables",
     "add_norm",
     "embed_norm",
     "expand_items",

@@ -39,8 +39,8 @@ def gelu_(x_NM: torch.Tensor) -> torch.Tensor:
 def _gelu_kernel(x_ptr, x_stride, width, blocks_per_row, BLOCK: tl.constexpr):
     row = tl.program_id(0) // blocks_per_row
     block = tl.program_id(0) % blocks_per_row
-    place = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    ptr = x_ptr + row.to(tl.int64) * x_stride + place
-    x = tl.load(ptr, mask=place < width, other=0.0).to(tl.float32)
+    column = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    ptr = x_ptr + row.to(tl.int64) * x_stride + column
+    x = tl.load(ptr, mask=column < width, other=0.0).to(tl.float32)
     y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
-    tl.store(ptr, y.to(x_ptr.dtype.element_ty), mask=place < width)
+    tl.store(ptr, y.to(x_ptr.dtype.element_ty), mask=column < width)

@@ -92,14 +92,14 @@ def embed_norm(
 
 
 @triton.jit
-def _source(place, size, TABLE_SIZE: tl.constexpr, CUBIC: tl.constexpr):
-    """Coordinate, float32, of ``place`` of ``size`` on an axis of TABLE_SIZE entries. Divisions round to
+def _source(position, size, TABLE_SIZE: tl.constexpr, CUBIC: tl.constexpr):
+    """Coordinate, float32, of ``position`` of ``size`` on an axis of TABLE_SIZE entries. Divisions round to
     nearest, because a result just below a whole number would shift the taps by one entry."""
-    place = place.to(tl.float32)
+    position = position.to(tl.float32)
     if CUBIC:
-        source = tl.div_rn((place + 0.5) * TABLE_SIZE, size.to(tl.float32)) - 0.5
+        source = tl.div_rn((position + 0.5) * TABLE_SIZE, size.to(tl.float32)) - 0.5
     else:
-        source = tl.div_rn(place * (TABLE_SIZE - 1), tl.maximum(size - 1, 1).to(tl.float32))
+        source = tl.div_rn(position * (TABLE_SIZE - 1), tl.maximum(size - 1, 1).to(tl.float32))
     return source
 
 

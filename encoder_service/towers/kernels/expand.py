@@ -4,7 +4,7 @@ Owns coordinates, rows of the frame table and the merge of frames. They equal th
 towers (positions.py, moonvit.merge_tables) element for element, and are computed at the start of the forward
 pass, inside its graph. ``fused_inputs.py`` has the item table.
 
-Shape legend: I items, P patches, G merged places (R * merge^2), F frames averaged into one row.
+Shape legend: I items, P patches, G merged positions (R * merge^2), F frames averaged into one row.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
@@ -24,20 +24,20 @@ NUM_WARPS = 4
 # The columns of the item table, fused_inputs.ITEM_COLUMNS.
 NUM_COLUMNS = 5
 FIRST_PATCH = tl.constexpr(0)
-FIRST_PLACE = tl.constexpr(1)
+FIRST_MERGED = tl.constexpr(1)
 FRAMES = tl.constexpr(2)
 HEIGHT = tl.constexpr(3)
 WIDTH = tl.constexpr(4)
 
 
-class PatchPlaces(NamedTuple):
-    """The positions of every patch.
+class PatchTables(NamedTuple):
+    """Where every patch belongs.
 
     coords: int32 [P, 4]: row, column, height and width of each patch's frame; (0, 0, 1, 1) for padding. The
     others are None unless rows average over frames. frame_index: int32 [P], 0 for images and padding, f + 1
-    in frame f of a clip. merge_index: int32 [G, F], the patches averaged at each place. merge_weight: float32
-    [G, F]. Entries after an item's own frames repeat its first frame, and padding uses patch 0, both with
-    weight zero: a patch of another item could be NaN, and 0 * NaN is NaN.
+    in frame f of a clip. merge_index: int32 [G, F], the patches averaged at each merged position.
+    merge_weight: float32 [G, F]. Entries after an item's own frames repeat its first frame, and padding uses
+    patch 0, both with weight zero: a patch of another item could be NaN, and 0 * NaN is NaN.
     """
 
     coords: torch.Tensor
@@ -52,12 +52,12 @@ def expand_items(
     *,
     merge_size: int,
     merges_time: bool,
-    num_places: int = 0,
+    num_merged: int = 0,
     num_frames: int = 1,
-) -> PatchPlaces:
-    """New PatchPlaces of a batch of ``num_patches`` (including padding), in one launch.
+) -> PatchTables:
+    """New PatchTables of a batch of ``num_patches`` (including padding), in one launch.
 
-    items: int32 [I, 5], fused_inputs.FusedInputs.items, at least one. num_places: G, at most num_patches.
+    items: int32 [I, 5], fused_inputs.FusedInputs.items, at least one. num_merged: G, at most num_patches.
     num_frames: F. Both are used only if rows average over frames. Patches are in merge order, or frame by
     frame in raster order if ``merges_time``.
     """
@@ -66,14 +66,14 @@ def expand_items(
     assert items_I5.dtype == torch.int32
     assert items_I5.is_contiguous()
     assert num_items > 0
-    assert num_places <= num_patches, f"{num_places} merged places of {num_patches} patches"
+    assert num_merged <= num_patches, f"{num_merged} merged positions of {num_patches} patches"
     device = items_I5.device
     coords = torch.empty((num_patches, 4), dtype=torch.int32, device=device)
     frame_index = merge_index = merge_weight = None
     if merges_time:
         frame_index = torch.empty(num_patches, dtype=torch.int32, device=device)
-        merge_index = torch.empty((num_places, num_frames), dtype=torch.int32, device=device)
-        merge_weight = torch.empty((num_places, num_frames), dtype=torch.float32, device=device)
+        merge_index = torch.empty((num_merged, num_frames), dtype=torch.int32, device=device)
+        merge_weight = torch.empty((num_merged, num_frames), dtype=torch.float32, device=device)
     if num_patches:
         _expand_kernel[(triton.cdiv(num_patches, PATCHES_PER_PROGRAM),)](
             items_I5,
@@ -84,7 +84,7 @@ def expand_items(
             num_items,
             search_steps(num_items),
             num_patches,
-            num_places,
+            num_merged,
             num_frames,
             MERGE=merge_size,
             MERGES_TIME=merges_time,
@@ -92,7 +92,7 @@ def expand_items(
             BLOCK=PATCHES_PER_PROGRAM,
             num_warps=NUM_WARPS,
         )
-    return PatchPlaces(coords, frame_index, merge_index, merge_weight)
+    return PatchTables(coords, frame_index, merge_index, merge_weight)
 
 
 def search_steps(num_items: int) -> int:
@@ -101,26 +101,26 @@ def search_steps(num_items: int) -> int:
 
 
 @triton.jit
-def find_item(items_ptr, place, num_items, num_steps, COLUMN: tl.constexpr, COLUMNS: tl.constexpr):
-    """The last item whose ``COLUMN`` is at most ``place``, a scalar or a block. The column must start at 0
+def find_item(items_ptr, position, num_items, num_steps, COLUMN: tl.constexpr, COLUMNS: tl.constexpr):
+    """The last item whose ``COLUMN`` is at most ``position``, a scalar or a block. The column must start at 0
     and not decrease from item to item."""
-    low = place * 0
+    low = position * 0
     high = low + num_items
     for _ in range(num_steps):
         # Once one item is left, low equals middle and no longer changes.
         middle = (low + high) // 2
-        at_most = tl.load(items_ptr + middle * COLUMNS + COLUMN) <= place
+        at_most = tl.load(items_ptr + middle * COLUMNS + COLUMN) <= position
         low = tl.where(at_most, middle, low)
         high = tl.where(at_most, high, middle)
     return low
 
 
 @triton.jit
-def place_in_merge_order(place, width, MERGE: tl.constexpr):
-    """Row and column of a place in merge order: blocks of MERGE squared patches row by row, and patches
+def merge_order_position(position, width, MERGE: tl.constexpr):
+    """Row and column of a position in merge order: blocks of MERGE squared patches row by row, and patches
     within a block likewise. The width of padding may be below MERGE."""
-    block = place // (MERGE * MERGE)
-    inside = place % (MERGE * MERGE)
+    block = position // (MERGE * MERGE)
+    inside = position % (MERGE * MERGE)
     blocks_wide = tl.maximum(width // MERGE, 1)
     row = block // blocks_wide * MERGE + inside // MERGE
     column = block % blocks_wide * MERGE + inside % MERGE
@@ -128,7 +128,7 @@ def place_in_merge_order(place, width, MERGE: tl.constexpr):
 
 
 # Not specialised, so that a new batch size does not compile a kernel while the service runs.
-@triton.jit(do_not_specialize=["num_items", "num_steps", "num_patches", "num_places", "num_frames"])
+@triton.jit(do_not_specialize=["num_items", "num_steps", "num_patches", "num_merged", "num_frames"])
 def _expand_kernel(
     items_ptr,
     coords_ptr,
@@ -138,7 +138,7 @@ def _expand_kernel(
     num_items,
     num_steps,
     num_patches,
-    num_places,
+    num_merged,
     num_frames,
     MERGE: tl.constexpr,
     MERGES_TIME: tl.constexpr,
@@ -153,12 +153,12 @@ def _expand_kernel(
     width = tl.load(item_ptr + WIDTH)
     patch = index - tl.load(item_ptr + FIRST_PATCH)
     frame = patch // (height * width)
-    place = patch % (height * width)
+    position = patch % (height * width)
     if MERGES_TIME:
-        row = place // width
-        column = place % width
+        row = position // width
+        column = position % width
     else:
-        row, column = place_in_merge_order(place, width, MERGE)
+        row, column = merge_order_position(position, width, MERGE)
     real = frame < frames
     coord_ptr = coords_ptr + index.to(tl.int64) * 4
     tl.store(coord_ptr, tl.where(real, row, 0), mask=exists)
@@ -169,16 +169,16 @@ def _expand_kernel(
     if MERGES_TIME:
         tl.store(frame_index_ptr + index, tl.where(real & (frames > 1), frame + 1, 0), mask=exists)
 
-        # From here on, the index numbers merged places.
-        exists = index < num_places
-        item = find_item(items_ptr, index, num_items, num_steps, FIRST_PLACE, COLUMNS)
+        # From here on, the index numbers merged positions.
+        exists = index < num_merged
+        item = find_item(items_ptr, index, num_items, num_steps, FIRST_MERGED, COLUMNS)
         item_ptr = items_ptr + item * COLUMNS
         frames = tl.load(item_ptr + FRAMES)
         width = tl.load(item_ptr + WIDTH)
         frame_size = tl.load(item_ptr + HEIGHT) * width
-        place = index - tl.load(item_ptr + FIRST_PLACE)
-        real = (place < frame_size) & (frames > 0)
-        row, column = place_in_merge_order(place, width, MERGE)
+        position = index - tl.load(item_ptr + FIRST_MERGED)
+        real = (position < frame_size) & (frames > 0)
+        row, column = merge_order_position(position, width, MERGE)
         first = tl.where(real, tl.load(item_ptr + FIRST_PATCH) + row * width + column, 0)
         weight = tl.where(real, tl.div_rn(1.0, tl.maximum(frames, 1).to(tl.float32)), 0.0)
         entry = index.to(tl.int64) * num_frames

@@ -28,7 +28,7 @@ from encoder_service.towers.kernels.expand import (
     NUM_COLUMNS,
     WIDTH,
     find_item,
-    place_in_merge_order,
+    merge_order_position,
     search_steps,
 )
 from encoder_service.towers.kernels.tiles import check_rows
@@ -137,7 +137,7 @@ def store_channel(
     DIVIDES: tl.constexpr,
 ):
     """Normalises and stores one channel of one frame. Every step is rounded to nearest, as in torch. The last
-    frame is also stored in the places of missing frames. out: the address of the channel's first value of
+    frame is also stored in place of missing frames. out: the address of the channel's first value of
     frame 0."""
     even = even.to(tl.float32) - mean
     odd = odd.to(tl.float32) - mean
@@ -284,12 +284,12 @@ def _patchify_items_kernel(
                 given = tl.load(given_row_ptr[:, None] + at, mask=inside)
                 tl.store(out_row_ptr[:, None] + at, given, mask=inside)
         elif start >= 0:
-            place = in_item % frame_size + member
+            position = in_item % frame_size + member
             if MERGES_TIME:
-                row = place // width
-                column = place % width
+                row = position // width
+                column = position % width
             else:
-                row, column = place_in_merge_order(place, width, MERGE)
+                row, column = merge_order_position(position, width, MERGE)
             cut_patches(
                 (pixels_ptr + start).to(tl.pointer_type(tl.int16)),
                 frame_size.to(tl.int64) * (PATCH * PATCH * 3 // 2),

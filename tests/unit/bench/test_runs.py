@@ -12,6 +12,7 @@ from typing import Any
 import charts
 import pytest
 from PIL import Image
+from tower import gains_of
 from transport_peers import bytes_of
 from variants import OURS, REFERENCES
 
@@ -52,6 +53,22 @@ def test_tower(tmp_path: Path) -> None:
     assert result["checks"][0]["relative_error"] < 1e-5
     assert result["accuracy"][0]["cosine_min"] == pytest.approx(1)
     assert [path.suffix for path in sorted(tmp_path.iterdir())] == [".json", ".png"]
+
+
+def test_gains_compare_cases_that_have_both_graphs() -> None:
+    times = {
+        ("1x448", "graph"): 2.0,
+        ("1x448", "graph_torch"): 2.5,
+        ("clip", "graph"): 3.0,
+        ("clip", "plain"): 9.0,
+    }
+    records = [
+        {"family": "qwen3_vl", "case": case, "variant": variant, "median_ms": ms}
+        for (case, variant), ms in times.items()
+    ]
+    assert gains_of(records) == [
+        {"family": "qwen3_vl", "case": "1x448", "graph_ms": 2.0, "torch_ms": 2.5, "ratio": 1.25}
+    ]
 
 
 @pytest.mark.extended

@@ -57,7 +57,7 @@ class SmallTower:
                     mixed[start:end] = (x[start:end] + x[start:end].mean(0)).tanh()
             x = mixed
         if self.merges_time:
-            num_places = inputs.num_rows * self.merge_size**2
-            index, weight = host_merge(grids, num_places, inputs.num_frames, self.merge_size)
+            num_merged = inputs.num_rows * self.merge_size**2
+            index, weight = host_merge(grids, num_merged, inputs.num_frames, self.merge_size)
             x = (x[index.long()] * weight[..., None]).sum(1)
         return x.view(-1, 4 * HIDDEN) @ self.merge

@@ -6,27 +6,23 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from structlog.testing import capture_logs
 
-from encoder_service.engine import fast_path
-from encoder_service.engine.choices import COMPILED, keep_compiled
-from encoder_service.engine.fast_path import KernelCandidates, choose_kernels
+from encoder_service.engine import choices
+from encoder_service.engine.choices import COMPILED, ChoicesFile, keep_compiled
+from encoder_service.engine.fast_path import KernelSelections, choose_kernels
 from encoder_service.towers.attention import SdpaAttention, SequenceBounds
-from encoder_service.towers.attention.select import ShapeCase
-from encoder_service.towers.gemm import TORCH_GEMM
+from encoder_service.towers.attention.cases import PackedBatch, attention_selection
+from encoder_service.towers.gemm import STEPS
+from encoder_service.towers.layers import BlockShape
 
-CASES = {(32, 32): ShapeCase("32x32", (20, 5), 32, 4, 32), (64, 64): ShapeCase("64x64", (40,), 64, 4, 64)}
-TOWER: Any = SimpleNamespace(
-    config=SimpleNamespace(hidden_size=16, intermediate_size=32, num_heads=2, rope_theta=1e4),
-    dtype=torch.float32,
-    device=torch.device("cpu"),
-    merges_time=False,
-)
+BATCHES = [PackedBatch((20, 5), 32, 4, 32), PackedBatch((40,), 64, 4, 64)]
+BLOCK = BlockShape(16, 32, 2, 1e4, "blocked")
+CPU = torch.device("cpu")
 
 
 class Attention(SdpaAttention):
@@ -53,22 +49,22 @@ class Start:
         self.environment: dict[str, Any] = {"device": "a GPU", "driver": "1.2", "versions": {"torch": "2.13"}}
         self.backends = [Attention("slow"), Attention("fast")]
         self.num_timed = 0
-        monkeypatch.setattr(fast_path, "graph_time_ms", self._time_ms)
-        monkeypatch.setattr(fast_path, "environment_of", lambda device: self.environment)
+        monkeypatch.setattr(choices, "environment_of", lambda device: self.environment)
 
     def _time_ms(self, run: Callable[[], object]) -> float:
-        """The first backend is timed on both cases before the second one."""
+        """In each case the first backend is timed before the second one."""
         self.num_timed += 1
-        return 2.0 if self.num_timed <= len(CASES) else 1.0
+        return 2.0 if self.num_timed % 2 else 1.0
 
     def __call__(self, *, deterministic: bool = False) -> tuple[set[str], int]:
         """The backends that were chosen, and how many runs were timed for it."""
         self.num_timed = 0
-        candidates = KernelCandidates(
-            TOWER, self.backends, [TORCH_GEMM], CASES, [], deterministic=deterministic
+        attention = attention_selection(
+            self.backends, BATCHES, BLOCK, torch.float32, CPU, deterministic=deterministic
         )
-        attention, _ = choose_kernels(candidates, self.folder)
-        return {backend.name for backend in attention.choices.values()}, self.num_timed
+        file = ChoicesFile.of_device(self.folder, CPU, {"deterministic": deterministic})
+        kernels = choose_kernels(KernelSelections(attention, {}, {}), file, self._time_ms)
+        return set(kernels.names["attention"].values()), self.num_timed
 
     @property
     def file(self) -> Path:
@@ -92,6 +88,16 @@ def test_p45_another_device_driver_or_version_measures_anew(start: Start, name: 
     start.environment = {**start.environment, name: "another"}
     assert start() == ({"fast"}, 4)
     assert start() == ({"fast"}, 0)
+
+
+def test_the_file_has_the_layout_of_former_versions(start: Start) -> None:
+    start()
+    assert json.loads(start.file.read_text()) == {
+        "format": 1,
+        "measured_for": {**start.environment, "deterministic": False},
+        "attention": {"32x32": "fast", "64x64": "fast"},
+        "gemms": {step: {"1": "torch"} for step in STEPS},
+    }
 
 
 def with_field(name: str, value: Any) -> Callable[[str], str]:

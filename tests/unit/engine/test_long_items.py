@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from encoder_service import app
 from encoder_service.app import capture_graphs
+from encoder_service.checkpoints.synthetic import make_checkpoint
 from encoder_service.config import Settings
 from encoder_service.engine.fast_path import ladder_of
 from encoder_service.ingest.decode import DecodeLimits
@@ -24,7 +25,6 @@ from encoder_service.scheduler.buckets import BucketLadder, default_ladder, sequ
 from encoder_service.scheduler.cost import Launch
 from encoder_service.scheduler.planner import Planner, Ticket, launch_of
 from encoder_service.towers.registry import load_tower
-from encoder_service.towers.synthetic import make_checkpoint
 from encoder_service.towers.tower import Tower
 from encoder_service.types import PreprocessOptions
 

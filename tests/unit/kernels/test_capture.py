@@ -63,7 +63,7 @@ def test_replays_equal_eager_launches(device: torch.device) -> None:
             merges_time=True,
         )
         coords, _, index, weight = expand_items(
-            items, PATCHES, merge_size=2, merges_time=True, num_places=PATCHES, num_frames=2
+            items, PATCHES, merge_size=2, merges_time=True, num_merged=PATCHES, num_frames=2
         )
         assert index is not None
         assert weight is not None

@@ -57,7 +57,7 @@ def test_p29_p33_frames_beside_patches_land_in_their_own_rows_and_padding_is_zer
             torch.full((64, preprocessor.patch_dim), MARK, dtype=torch.bfloat16, device=device)
             for _ in range(2)
         )
-        KernelCutter(preprocessor).cut(items, uploaded, padded.items, found)
+        KernelCutter(preprocessor.patch_layout).cut(items, uploaded, padded.items, found)
         PlainCutter(preprocessor).cut(items, uploaded, padded.items, expected)
         assert torch.equal(found[:num_patches], expected[:num_patches])
         given = items[1]
@@ -65,6 +65,6 @@ def test_p29_p33_frames_beside_patches_land_in_their_own_rows_and_padding_is_zer
         assert torch.equal(found[8:12].cpu(), given.pixel_values)
         assert not found[num_patches:].any()
         only = torch.full((num_patches, preprocessor.patch_dim), MARK, dtype=torch.bfloat16, device=device)
-        KernelCutter(preprocessor).cut(items, uploaded, padded.items, only)
+        KernelCutter(preprocessor.patch_layout).cut(items, uploaded, padded.items, only)
         assert torch.equal(only, found[:num_patches])
         staging.release(uploaded)

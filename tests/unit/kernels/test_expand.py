@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from encoder_service.scheduler.buckets import Bucket
 from encoder_service.towers.fused_inputs import FusedInputBuilder, FusedInputs
 from encoder_service.towers.kernels import expand_items
-from encoder_service.towers.kernels.expand import PATCHES_PER_PROGRAM, PatchPlaces
+from encoder_service.towers.kernels.expand import PATCHES_PER_PROGRAM, PatchTables
 from encoder_service.types import Grid
 from tests.unit.towers.host_tables import host_coords, host_frame_index, host_merge
 
@@ -24,32 +24,32 @@ def batches(merge_size: int) -> st.SearchStrategy[list[Grid]]:
     return st.lists(still | clip, min_size=1, max_size=6)
 
 
-def expanded(inputs: FusedInputs, device: torch.device, *, merge_size: int, merges_time: bool) -> PatchPlaces:
-    places = expand_items(
+def expanded(inputs: FusedInputs, device: torch.device, *, merge_size: int, merges_time: bool) -> PatchTables:
+    tables = expand_items(
         inputs.items.to(device),
         inputs.num_patches,
         merge_size=merge_size,
         merges_time=merges_time,
-        num_places=inputs.num_rows * merge_size**2,
+        num_merged=inputs.num_rows * merge_size**2,
         num_frames=inputs.num_frames,
     )
-    return PatchPlaces(*(None if table is None else table.cpu() for table in places))
+    return PatchTables(*(None if table is None else table.cpu() for table in tables))
 
 
 def assert_equal_tables(
-    places: PatchPlaces, inputs: FusedInputs, grids: list[Grid], *, merge_size: int, merges_time: bool
+    tables: PatchTables, inputs: FusedInputs, grids: list[Grid], *, merge_size: int, merges_time: bool
 ) -> None:
     """Also where a place weighs nothing: it is read nevertheless, and 0 * NaN of another item is NaN."""
     coords = host_coords(grids, inputs.num_patches, merge_size, merges_time)
-    assert places.coords.dtype == coords.dtype
-    assert torch.equal(places.coords, coords)
+    assert tables.coords.dtype == coords.dtype
+    assert torch.equal(tables.coords, coords)
     if not merges_time:
-        assert places[1:] == (None, None, None)
+        assert tables[1:] == (None, None, None)
         return
-    num_places = inputs.num_rows * merge_size**2
-    index, weight = host_merge(grids, num_places, inputs.num_frames, merge_size)
+    num_merged = inputs.num_rows * merge_size**2
+    index, weight = host_merge(grids, num_merged, inputs.num_frames, merge_size)
     expected = (host_frame_index(grids, inputs.num_patches), index, weight)
-    for found, table in zip(places[1:], expected, strict=True):
+    for found, table in zip(tables[1:], expected, strict=True):
         assert found is not None
         assert found.dtype == table.dtype
         assert torch.equal(found, table)
@@ -94,5 +94,5 @@ def test_tables_beyond_one_program(grids: list[Grid], merges_time: bool, device:
     inputs = builder.prepare(grids)
     padded = builder.pad(inputs, Bucket(inputs.num_patches + 300, 64, inputs.num_patches, MAX_FRAMES))
     for given_inputs in (inputs, padded):
-        places = expanded(given_inputs, device, merge_size=2, merges_time=merges_time)
-        assert_equal_tables(places, given_inputs, grids, merge_size=2, merges_time=merges_time)
+        tables = expanded(given_inputs, device, merge_size=2, merges_time=merges_time)
+        assert_equal_tables(tables, given_inputs, grids, merge_size=2, merges_time=merges_time)

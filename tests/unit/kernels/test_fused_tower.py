@@ -8,15 +8,14 @@ from typing import Any
 import pytest
 import torch
 
+from encoder_service.checkpoints.synthetic import make_checkpoint
 from encoder_service.errors import GridMismatch
 from encoder_service.scheduler.buckets import Bucket
 from encoder_service.towers import load_tower
 from encoder_service.towers.attention import SdpaAttention
-from encoder_service.towers.attention.per_shape import PerShapeAttention
 from encoder_service.towers.fused import FusedTower
 from encoder_service.towers.gemm import STEPS, TorchGemm, Weights
-from encoder_service.towers.gemm.per_rows import GemmChoices
-from encoder_service.towers.synthetic import make_checkpoint
+from encoder_service.towers.selection import Choices
 from encoder_service.types import Grid
 from tests.parity.tower_cases import errors, fresh_seed, report
 from tests.unit.kernels.pair_gemm import PairGemm
@@ -60,7 +59,7 @@ def pixels_for(tower: Any, grids: list[Grid]) -> torch.Tensor:
 def test_p29_p31_rows_equal_the_plain_towers_alone_and_in_a_padded_bucket(
     plain: Any, grids: list[Grid]
 ) -> None:
-    fused = FusedTower(plain, PerShapeAttention({(64, 64): SdpaAttention()}))
+    fused = FusedTower(plain, Choices({(64, 64): SdpaAttention()}))
     pixels = pixels_for(plain, grids)
     expected = rows_of(plain, grids, pixels)
     first, size = grids[0], grids[0].num_patches
@@ -80,7 +79,7 @@ def test_p29_p31_rows_equal_the_plain_towers_alone_and_in_a_padded_bucket(
 @pytest.mark.extended
 def test_rows_equal_the_plain_towers_through_a_gemm_of_pairs(plain: Any) -> None:
     gemm = PairGemm()
-    fused = FusedTower(plain, SdpaAttention(), GemmChoices({step: {64: gemm} for step in STEPS}))
+    fused = FusedTower(plain, SdpaAttention(), {step: Choices({(64,): gemm}) for step in STEPS})
     grids = [Grid(1, 2, 4), Grid(1, 2, 2)]
     pixels = pixels_for(plain, grids)
     figures = errors(rows_of(fused, grids, pixels), rows_of(plain, grids, pixels))
@@ -109,7 +108,7 @@ def test_attention_is_free_before_the_mlp(plain: Any) -> None:
             assert all(tensor() is None for tensor in alive)
             return super().gelu(rows, weights)
 
-    fused = FusedTower(plain, Watched(), GemmChoices({step: {64: Mlp()} for step in STEPS}))
+    fused = FusedTower(plain, Watched(), {step: Choices({(64,): Mlp()}) for step in STEPS})
     grids = [Grid(1, 2, 2)]
     rows_of(fused, grids, pixels_for(plain, grids))
 

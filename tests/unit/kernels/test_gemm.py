@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from encoder_service.errors import ConfigurationError
-from encoder_service.towers.gemm import STEPS, TORCH_GEMM, Gemm, Rotary, Weights, pair_rows, turns_of
-from encoder_service.towers.gemm.per_rows import GemmChoices
-from encoder_service.towers.gemm.select import BlockShape, TimeMs, check_gemms, choose_gemms, make_trial
+from encoder_service.towers.gemm import TORCH_GEMM, Gemm, Rotary, Weights, pair_rows, turns_of
+from encoder_service.towers.gemm.cases import gemm_selections, make_trial
+from encoder_service.towers.layers import BlockShape
+from encoder_service.towers.selection import Choices, TimeMs
 from tests.unit.kernels.pair_gemm import PairGemm
 
 pytest.importorskip("triton")
@@ -21,8 +22,8 @@ SHAPE = BlockShape(hidden_size=32, intermediate_size=48, num_heads=2, rope_theta
 @pytest.fixture(autouse=True)
 def few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels are interpreted here."""
-    monkeypatch.setattr("encoder_service.towers.gemm.select.NUM_CALLS", 1)
-    monkeypatch.setattr("encoder_service.towers.gemm.select.NUM_ROUNDS", 1)
+    monkeypatch.setattr("encoder_service.towers.gemm.cases.NUM_CALLS", 1)
+    monkeypatch.setattr("encoder_service.towers.gemm.cases.NUM_ROUNDS", 1)
 
 
 def test_pairs_stand_side_by_side_and_v_stays() -> None:
@@ -98,8 +99,12 @@ class WrongFromGemm(PairGemm):
         return super().gelu(x_PK, Weights(layer.weight, bias))
 
 
-def chosen_of(gemms: list[Gemm], sizes: list[int], time_ms: TimeMs, device: torch.device) -> GemmChoices:
-    return choose_gemms(gemms, SHAPE, sizes, dtype=torch.float32, device=device, time_ms=time_ms)
+def chosen_of(
+    gemms: list[Gemm], rows: list[int], time_ms: TimeMs, device: torch.device
+) -> dict[str, dict[str, str]]:
+    """The names of the choices by step and number of rows."""
+    selections = gemm_selections(gemms, rows, SHAPE, torch.float32, device)
+    return {step: selection.measure(time_ms).names for step, selection in selections.items()}
 
 
 def timed_by(milliseconds: dict[str, float]) -> tuple[TimeMs, list[Gemm]]:
@@ -121,41 +126,42 @@ def test_the_fastest_right_gemm_is_chosen_and_ties_stay_with_torch(
     pairs_ms: float, expected: str, device: torch.device
 ) -> None:
     time_ms, gemms = timed_by({"pairs": pairs_ms, "torch": 1.0})
-    choices = chosen_of(gemms, [8], time_ms, device)
-    assert choices.names["rotate"] == {8: expected}
-    assert choices.names["add_mlp"] == {8: expected}
-    assert "wrong" not in str(choices.names)
-    assert choices.wants_pairs == (expected == "pairs")
+    names = chosen_of(gemms, [8], time_ms, device)
+    assert names["rotate"] == {"8": expected}
+    assert names["add_mlp"] == {"8": expected}
+    assert "wrong" not in str(names)
 
 
 def test_p45_saved_gemms_are_checked_and_not_timed(device: torch.device) -> None:
-    time_ms, gemms = timed_by({"pairs": 0.5, "torch": 1.0})
-    names = {step: {"8": "pairs"} for step in STEPS}
-
-    def checked(**changed: dict[str, str]) -> GemmChoices:
-        return check_gemms(names | changed, gemms, SHAPE, [8], dtype=torch.float32, device=device)
-
-    assert checked().names == chosen_of(gemms, [8], time_ms, device).names
-    for changed in ({"8": "absent"}, {"16": "pairs"}, {"8": "wrong"}, {"8": "raises"}):
-        with pytest.raises(ConfigurationError, match=r"gelu of 8 rows"):
-            checked(gelu=changed)
+    _, gemms = timed_by({})
+    selection = gemm_selections(gemms, [8], SHAPE, torch.float32, device)["gelu"]
+    assert selection.check({"8": "pairs"}).names == {"8": "pairs"}
+    for names in ({"8": "absent"}, {"16": "pairs"}, {"8": "wrong"}, {"8": "raises"}):
+        with pytest.raises(ConfigurationError, match=r"^gelu "):
+            selection.check(names)
 
 
 def test_a_gemm_that_raises_is_left_out_of_that_step_only(device: torch.device) -> None:
     raising = RaisingGemm()
-    choices = chosen_of([TORCH_GEMM, raising], [8], counting_down(), device)
-    assert choices.names == {
-        "rotate": {8: "raises"},
-        "gelu": {8: "torch"},
-        "add_attention": {8: "raises"},
-        "add_mlp": {8: "raises"},
+    assert chosen_of([TORCH_GEMM, raising], [8], counting_down(), device) == {
+        "rotate": {"8": "raises"},
+        "gelu": {"8": "torch"},
+        "add_attention": {"8": "raises"},
+        "add_mlp": {"8": "raises"},
     }
 
 
 def test_a_gemm_that_is_wrong_at_one_number_of_rows_serves_none(device: torch.device) -> None:
-    choices = chosen_of([TORCH_GEMM, WrongFromGemm(8)], [4, 8], counting_down(), device)
-    assert choices.names["gelu"] == {4: "torch", 8: "torch"}
-    assert choices.names["add_mlp"] == {4: "wrong_from", 8: "wrong_from"}
+    names = chosen_of([TORCH_GEMM, WrongFromGemm(8)], [4, 8], counting_down(), device)
+    assert names["gelu"] == {"4": "torch", "8": "torch"}
+    assert names["add_mlp"] == {"4": "wrong_from", "8": "wrong_from"}
+
+
+def test_torch_serves_where_no_gemm_is_left(device: torch.device) -> None:
+    def broken(run: Callable[[], object]) -> float:
+        raise RuntimeError("no events")
+
+    assert chosen_of([TORCH_GEMM, PairGemm()], [4], broken, device)["gelu"] == {"4": "torch"}
 
 
 def counting_down() -> TimeMs:
@@ -172,6 +178,6 @@ def counting_down() -> TimeMs:
 
 def test_numbers_of_rows_take_the_nearest_choice_by_ratio() -> None:
     pairs = PairGemm()
-    choices = GemmChoices({"gelu": {1024: TORCH_GEMM, 16384: pairs}})
-    names = [choices.choose(rows)["gelu"].name for rows in (0, 1, 1024, 4000, 4200, 100_000)]
+    choices: Choices[Gemm] = Choices({(1024,): TORCH_GEMM, (16384,): pairs})
+    names = [choices.nearest(rows).name for rows in (0, 1, 1024, 4000, 4200, 100_000)]
     assert names == ["torch"] * 4 + ["pairs"] * 2

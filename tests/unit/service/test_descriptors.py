@@ -81,38 +81,3 @@ def test_p71_accepting_without_descriptors_is_one_failure_and_a_pause(
     monkeypatch.setattr(socket.socket, "accept", failing)
     monkeypatch.setattr("asyncio.constants.ACCEPT_RETRY_DELAY", 0.6)
     assert asyncio.run(serve()) == ["socket.accept() out of system resource"] * 2
-
-
-def test_p71_connections_above_a_limit_are_closed_before_all_that_wait_are_accepted() -> None:
-    """So that those that are to be closed need few descriptors."""
-    most, num_open = [0], [0]
-
-    class Refusing(asyncio.Protocol):
-        def connection_made(self, transport: asyncio.BaseTransport) -> None:
-            transport.close()
-
-        def connection_lost(self, _: Exception | None) -> None:
-            num_open[0] -= 1
-
-    class Counting(Listener):
-        def accept(self) -> tuple[socket.socket, object]:
-            accepted = super().accept()
-            num_open[0] += 1
-            most[0] = max(most[0], num_open[0])
-            return accepted
-
-    async def serve() -> None:
-        listener = Counting(socket.AF_INET, socket.SOCK_STREAM)
-        listener.bind(("127.0.0.1", 0))
-        listener.listen(2048)
-        clients = [socket.create_connection(listener.getsockname(), timeout=20) for _ in range(300)]
-        async with asyncio.timeout(30):
-            server = await asyncio.get_running_loop().create_server(Refusing, sock=listener, backlog=2048)
-            async with server:
-                for client in clients:
-                    client.setblocking(False)
-                    assert await asyncio.get_running_loop().sock_recv(client, 1) == b""
-                    client.close()
-
-    asyncio.run(serve())
-    assert 0 < most[0] < 100

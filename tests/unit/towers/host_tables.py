@@ -34,14 +34,14 @@ def host_frame_index(grids: Sequence[Grid], num_patches: int) -> torch.Tensor:
 
 
 def host_merge(
-    grids: Sequence[Grid], num_places: int, num_frames: int, merge_size: int
+    grids: Sequence[Grid], num_merged: int, num_frames: int, merge_size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """merge_index int32 and merge_weight float32, [num_places, num_frames]. Frames beyond the batch's repeat
+    """merge_index int32 and merge_weight float32, [num_merged, num_frames]. Frames beyond the batch's repeat
     a place's first, padding names patch 0, both with weight zero."""
     real_index, real_weight = merge_tables(grids, merge_size)
     used, frames = real_index.shape
-    index = torch.zeros(num_places, num_frames, dtype=torch.int32)
-    weight = torch.zeros(num_places, num_frames)
+    index = torch.zeros(num_merged, num_frames, dtype=torch.int32)
+    weight = torch.zeros(num_merged, num_frames)
     index[:used] = real_index[:, :1]
     index[:used, :frames] = real_index
     weight[:used, :frames] = real_weight

@@ -17,13 +17,15 @@ from encoder_service.towers.attention import (
     available_backends,
     parse_attention,
 )
-from encoder_service.towers.attention.per_shape import PerShapeAttention
-from encoder_service.towers.attention.select import ShapeCase, bounds_of, measure_backends
+from encoder_service.towers.attention.cases import PackedBatch, attention_selection
+from encoder_service.towers.layers import BlockShape
 from encoder_service.towers.optional import unusable_kernels
+from encoder_service.towers.selection import Choices
 
 CPU = torch.device("cpu")
-SMALL = ShapeCase("small", (20, 5), 32, 4, 32)
-LARGE = ShapeCase("large", (40,), 64, 4, 64)
+SMALL = PackedBatch((20, 5), 32, 4, 32)
+LARGE = PackedBatch((40,), 64, 4, 64)
+BLOCK = BlockShape(16, 32, 2, 1e4, "blocked")
 
 
 class Clock:
@@ -71,41 +73,32 @@ class Fake:
 
 def select(backends: list[Any], **settings: Any) -> dict[str, str]:
     """The name of the chosen backend by case."""
-    choices = measure_backends(
-        backends,
-        [SMALL, LARGE],
-        num_heads=2,
-        head_dim=8,
-        dtype=torch.float32,
-        device=CPU,
-        time_ms=backends[0].clock.time_ms,
-        **settings,
-    )
-    return {case: backend.name for case, backend in choices.items()}
+    selection = attention_selection(backends, [SMALL, LARGE], BLOCK, torch.float32, CPU, **settings)
+    return selection.measure(backends[0].clock.time_ms).names
 
 
 def reasons_in(logs: Sequence[Any]) -> dict[tuple[str, str], str]:
-    """Why a backend was excluded from a case."""
-    excluded = [entry for entry in logs if entry["event"] == "attention_backend_excluded"]
-    return {(entry["backend"], entry["case"]): entry["reason"] for entry in excluded}
+    """Why a backend was excluded, by its name and the cases that it was excluded from."""
+    excluded = [entry for entry in logs if entry["event"] == "kernel excluded"]
+    return {(entry["kernel"], entry["cases"]): entry["reason"] for entry in excluded}
 
 
 def times_in(logs: Sequence[Any]) -> dict[str, dict[str, float]]:
-    return {entry["case"]: entry["milliseconds"] for entry in logs if entry["event"] == "attention_selected"}
+    return {entry["case"]: entry["microseconds"] for entry in logs if entry["event"] == "kernel selected"}
 
 
 def test_the_fastest_of_each_case() -> None:
     clock = Clock()
     with capture_logs() as logs:
         chosen = select([Fake("a", clock, {32: 1.0, 64: 9.0}), Fake("b", clock, {32: 3.0, 64: 2.0})])
-    assert chosen == {"small": "a", "large": "b"}
-    assert times_in(logs) == {"small": {"a": 1.0, "b": 3.0}, "large": {"a": 9.0, "b": 2.0}}
+    assert chosen == {"32x32": "a", "64x64": "b"}
+    assert times_in(logs) == {"32x32": {"a": 1e3, "b": 3e3}, "64x64": {"a": 9e3, "b": 2e3}}
 
 
 @pytest.mark.parametrize(("second", "expected"), [(0.99, "a"), (0.95, "b")])
 def test_a_tie_goes_to_the_preferred(second: float, expected: str) -> None:
     clock = Clock()
-    assert select([Fake("a", clock, 1.0), Fake("b", clock, second)])["small"] == expected
+    assert select([Fake("a", clock, 1.0), Fake("b", clock, second)])["32x32"] == expected
 
 
 def shifted(out: torch.Tensor, bounds: SequenceBounds) -> torch.Tensor:
@@ -128,7 +121,7 @@ def leaky(out: torch.Tensor, bounds: SequenceBounds) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("spoil", "reason"),
     [
-        (shifted, "relative error 1.0e-02 against float32 on check, at most 1e-04"),
+        (shifted, "relative error 1.0e-02 against float32, at most 1e-04 passes (case 800x773)"),
         (nan_rows, "relative error nan"),
         (nan_padding, "padding is not finite"),
     ],
@@ -137,11 +130,11 @@ def test_a_wrong_backend_is_excluded_at_any_speed(spoil: Any, reason: str) -> No
     clock = Clock()
     with capture_logs() as logs:
         chosen = select([Fake("wrong", clock, 0.1, spoil=spoil), Fake("right", clock)])
-    assert chosen == {"small": "right", "large": "right"}
+    assert chosen == {"32x32": "right", "64x64": "right"}
     reasons = reasons_in(logs)
-    assert set(reasons) == {("wrong", "small"), ("wrong", "large")}
-    assert all(reason in text for text in reasons.values())
-    assert times_in(logs) == {"small": {"right": 1.0}, "large": {"right": 1.0}}
+    assert set(reasons) == {("wrong", "all")}
+    assert reason in reasons["wrong", "all"]
+    assert times_in(logs) == {"32x32": {"right": 1e3}, "64x64": {"right": 1e3}}
 
 
 def test_a_backend_that_raises_is_excluded_from_that_case() -> None:
@@ -154,8 +147,8 @@ def test_a_backend_that_raises_is_excluded_from_that_case() -> None:
 
     with capture_logs() as logs:
         chosen = select([Fake("picky", clock, 0.1, spoil=refuse_large), Fake("right", clock)])
-    assert chosen == {"small": "picky", "large": "right"}
-    assert reasons_in(logs) == {("picky", "large"): "RuntimeError: head_dim 8 needs"}
+    assert chosen == {"32x32": "picky", "64x64": "right"}
+    assert reasons_in(logs) == {("picky", "64x64"): "RuntimeError: head_dim 8 needs (case 64x64)"}
 
 
 def test_deterministic_takes_one_backend_for_all_cases() -> None:
@@ -166,13 +159,13 @@ def test_deterministic_takes_one_backend_for_all_cases() -> None:
         Fake("liar", clock, 0.1, spoil=leaky),
     ]
     with capture_logs() as logs:
-        assert select(backends, deterministic=True) == {"small": "b", "large": "b"}
-    assert "depend on the batch around it" in reasons_in(logs)["liar", "small"]
+        assert select(backends, deterministic=True) == {"32x32": "b", "64x64": "b"}
+    assert "depend on the batch around it" in reasons_in(logs)["liar", "all"]
 
 
 def test_no_backend_left_says_why() -> None:
     clock = Clock()
-    with pytest.raises(ConfigurationError, match=r"0 of 1 .* case small: wrong: relative error"):
+    with pytest.raises(ConfigurationError, match=r"0 of 1 .* case 32x32: wrong: relative error"):
         select([Fake("wrong", clock, spoil=shifted)])
     with pytest.raises(ConfigurationError, match=r"0 of 1 .* all 2 cases: liar: "):
         select([Fake("liar", clock, spoil=leaky)], deterministic=True)
@@ -191,13 +184,13 @@ def test_no_backend_left_says_why() -> None:
 def test_a_mixed_case_has_long_middling_and_short_sequences(
     bucket: tuple[int, int, int], seqlens: tuple[int, ...]
 ) -> None:
-    case = ShapeCase.mixed("bucket", *bucket)
-    assert case.seqlens[: len(seqlens)] == seqlens
-    assert sum(case.seqlens) <= bucket[0]
-    assert len(case.seqlens) <= bucket[1]
-    cu_seqlens = bounds_of(case, CPU).cu_seqlens
+    batch = PackedBatch.mixed(*bucket)
+    assert batch.seqlens[: len(seqlens)] == seqlens
+    assert sum(batch.seqlens) <= bucket[0]
+    assert len(batch.seqlens) <= bucket[1]
+    cu_seqlens = batch.bounds(CPU).cu_seqlens
     assert cu_seqlens.shape == (bucket[1] + 1,)
-    assert int(cu_seqlens[-1]) == sum(case.seqlens)
+    assert int(cu_seqlens[-1]) == sum(batch.seqlens)
 
 
 def test_a_library_that_breaks_on_import_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,6 +226,6 @@ def test_parse_attention(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_shape_that_was_not_measured_takes_the_nearest_ones_choice() -> None:
     few, many, long = (Fake(name, Clock()) for name in ("few", "many", "long"))
-    attention = PerShapeAttention({(1024, 256): few, (16_384, 256): many, (16_384, 4096): long})
+    attention = Choices({(1024, 256): few, (16_384, 256): many, (16_384, 4096): long})
     for shape, expected in [((1, 1), few), ((3000, 256), few), ((9000, 300), many), ((9000, 2000), long)]:
-        assert attention.choose(*shape) is expected
+        assert attention.nearest(*shape) is expected

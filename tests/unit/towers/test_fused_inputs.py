@@ -43,9 +43,9 @@ def check_real_part(inputs: FusedInputs, grids: list[Grid], *, merges_time: bool
     lengths = lengths_of(grids, merges_time=merges_time)
     frames = [grid.h * grid.w for grid in grids]
     sizes = [grid.num_patches for grid in grids]
-    places = frames if merges_time else sizes
-    first_patch, first_place = list(accumulate(sizes, initial=0)), list(accumulate(places, initial=0))
-    expected = [[*firsts, *grid] for *firsts, grid in zip(first_patch, first_place, grids, strict=False)]
+    merged = frames if merges_time else sizes
+    first_patch, first_merged = list(accumulate(sizes, initial=0)), list(accumulate(merged, initial=0))
+    expected = [[*firsts, *grid] for *firsts, grid in zip(first_patch, first_merged, grids, strict=False)]
     assert inputs.items[: len(grids)].tolist() == expected
     assert inputs.cu_seqlens[: len(lengths) + 1].tolist() == list(accumulate(lengths, initial=0))
     assert inputs.seqlens == tuple(lengths)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from encoder_service.checkpoints.synthetic import config_for
 from encoder_service.errors import GridMismatch
-from encoder_service.towers.config import parse_config
-from encoder_service.towers.registry import build_tower
-from encoder_service.towers.synthetic import config_for
+from encoder_service.towers.registry import parse_config
 from encoder_service.towers.tower import Tower
 from encoder_service.types import Grid
 from tests.parity.tower_cases import random_pixels
@@ -18,7 +17,8 @@ MIXED = [Grid(1, 4, 2), Grid(3, 2, 4), Grid(2, 2, 2)]
 
 def tower_of(family: str) -> Tower:
     """A tiny tower with small random values."""
-    tower = build_tower(*parse_config(config_for(family, "tiny")))
+    parsed_family, config = parse_config(config_for(family, "tiny"))
+    tower = parsed_family.build(config)
     generator = torch.Generator().manual_seed(0)
     for parameter in tower.parameters():
         parameter.data = torch.randn(parameter.shape, generator=generator) * 0.2

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from encoder_service.checkpoints.synthetic.files import small_files
 from encoder_service.errors import (
     ClipTooLarge,
     InvalidOption,
@@ -24,7 +25,6 @@ from encoder_service.ingest.registry import load_preprocessor
 from encoder_service.ingest.resize import resize_and_pad
 from encoder_service.ingest.video.av_file import AvFile, Run
 from encoder_service.ingest.video.source import ClipLimits
-from encoder_service.towers.synthetic.files import small_files
 from encoder_service.types import EncodedFile, FrameArray, Grid, Modality, PreprocessOptions
 from tests.unit.ingest import clip_files
 

@@ -12,8 +12,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from encoder_service.checkpoints.synthetic import FAMILIES, make_checkpoint, writer
 from encoder_service.errors import ConfigurationError
-from encoder_service.towers.synthetic import FAMILIES, make_checkpoint, writer
 
 
 def read_all(checkpoint: Path) -> dict[str, torch.Tensor]:

@@ -13,9 +13,9 @@ from pathlib import Path
 
 from safetensors.torch import save_file
 
+from encoder_service.checkpoints.synthetic.files import config_for, small_files
+from encoder_service.checkpoints.synthetic.tensors import TensorSpec, draw, language_layout, vision_layout
 from encoder_service.errors import ConfigurationError
-from encoder_service.towers.synthetic.files import config_for, small_files
-from encoder_service.towers.synthetic.tensors import TensorSpec, draw, language_layout, vision_layout
 
 MAX_SHARD_BYTES = 512 * 2**20
 

@@ -1,6 +1,6 @@
 """Names, shapes and random values of a synthetic checkpoint's tensors.
 
-Owns the distributions and the draws. Names and shapes of vision tensors come from ``towers.published``. Those
+Owns the distributions and the draws. Names and shapes of vision tensors come from the tower's config. Those
 of language models are here: ``model.language_model.*`` and ``lm_head.weight`` for Qwen3-VL and Qwen3.5,
 ``language_model.model.*`` and ``language_model.lm_head.weight`` for Kimi-K2.5 (the architecture of
 DeepSeek-V3: latent attention, routed and shared experts).
@@ -22,9 +22,9 @@ from typing import Any
 
 import torch
 
-from encoder_service.towers.config import parse_config
-from encoder_service.towers.published import PublishedTensor, published_tensors, vision_prefixes
-from encoder_service.towers.synthetic.tokens import NUM_ORDINARY_TOKENS
+from encoder_service.checkpoints.synthetic.tokens import NUM_ORDINARY_TOKENS
+from encoder_service.towers.published import PublishedTensor
+from encoder_service.towers.registry import parse_config
 
 NORM_STD = 0.1
 BIAS_STD = 0.05
@@ -84,31 +84,31 @@ def rms_norm(name: str, width: int, mean: float = 1.0, dtype: torch.dtype = torc
 def vision_layout(config: dict[str, Any]) -> Iterator[TensorSpec]:
     """Every vision tensor of a synthetic ``config.json``, in the order of the forward pass."""
     _, vision = parse_config(config)
-    prefixes = vision_prefixes(vision)[0]
+    prefixes = vision.prefixes[0]
     prefix = prefixes[0] if len(prefixes) == 1 else ""
-    for tensor in published_tensors(vision):
+    for tensor in vision.published_tensors():
         yield _vision_tensor(prefix + tensor.name, tensor, math.sqrt(2 / vision.depth))
 
 
 def _vision_tensor(name: str, tensor: PublishedTensor, residual_gain: float) -> TensorSpec:
     """residual_gain: gain of the layers that write to the residual stream."""
-    place = tensor.parameter
-    if place == "pos_embed":
+    parameter = tensor.parameter
+    if parameter == "pos_embed":
         return TensorSpec(name, tensor.shape, 0.0, POSITION_STD)
-    if place.endswith(".bias"):
+    if parameter.endswith(".bias"):
         return TensorSpec(name, tensor.shape, 0.0, BIAS_STD)
     if len(tensor.shape) == 1:
         return TensorSpec(name, tensor.shape, 1.0, NORM_STD)
     gain = 1.0
-    if place == "patch_embed.weight":
+    if parameter == "patch_embed.weight":
         gain = PATCH_GAIN
-    elif place.endswith("qkv.weight"):
+    elif parameter.endswith("qkv.weight"):
         gain = ATTENTION_GAIN
-    elif place.startswith("blocks.") and not place.endswith("fc1.weight"):
+    elif parameter.startswith("blocks.") and not parameter.endswith("fc1.weight"):
         gain = residual_gain
     # GELU leaves a positive mean in every unit. Random rows would turn it into one large vector that is
     # common to all patches of all images, so the rows of every second layer sum to zero.
-    return weight(name, *tensor.shape, gain=gain, centred=place.endswith("fc2.weight"))
+    return weight(name, *tensor.shape, gain=gain, centred=parameter.endswith("fc2.weight"))
 
 
 def language_layout(config: dict[str, Any]) -> Iterator[TensorSpec]:

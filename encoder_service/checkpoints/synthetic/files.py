@@ -13,8 +13,7 @@ import json
 from importlib.resources import files
 from typing import Any
 
-from encoder_service.errors import ConfigurationError
-from encoder_service.towers.synthetic.tokens import (
+from encoder_service.checkpoints.synthetic.tokens import (
     KIMI_TOKENS,
     QWEN_TOKENS,
     added_tokens_decoder,
@@ -22,6 +21,7 @@ from encoder_service.towers.synthetic.tokens import (
     ordinary_vocabulary,
     tokenizer,
 )
+from encoder_service.errors import ConfigurationError
 
 FAMILIES: tuple[str, ...] = ("qwen3_vl", "qwen3_5", "kimi_k25")
 SIZES: tuple[str, ...] = ("tiny", "small", "full")
@@ -161,7 +161,7 @@ def small_files(family: str, size: str) -> dict[str, str]:
 
 
 def _published(folder: str, name: str) -> str:
-    path = files("encoder_service.towers.synthetic") / "published" / folder / name
+    path = files("encoder_service.checkpoints.synthetic") / "published" / folder / name
     return path.read_text(encoding="utf-8")
 
 

@@ -1,0 +1,1 @@
+"""Checkpoint folders. ``synthetic`` writes random ones in the layout of the published ones."""
