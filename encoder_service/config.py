@@ -201,6 +201,10 @@ class Settings(BaseSettings):
     )
     open_namespaces: bool = Field(True, description="A namespace without a token is open to every caller.")
 
+    reflection: bool = Field(
+        True, description="gRPC reflection answers; where every namespace has a token, to callers with one."
+    )
+
     # -- calls and connections -------------------------------------------------------------------------
     max_calls: int = Field(4096, ge=1, le=1_000_000, description="Calls in progress; more are refused.")
     max_connections: int = Field(1024, ge=1, le=1_000_000, description="TCP connections on one address.")

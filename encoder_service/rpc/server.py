@@ -79,6 +79,7 @@ class GrpcServer:
         the setting."""
         self._gate = gate
         self._certificates = certificates
+        self._has_reflection = settings.reflection
         options = {
             "grpc.max_receive_message_length": settings.max_message_bytes,
             "grpc.max_send_message_length": settings.max_message_bytes,
@@ -148,12 +149,10 @@ class GrpcServer:
         self._server.add_generic_rpc_handlers(
             [grpc.method_handlers_generic_handler(name, handlers) for name, handlers in services.items()]
         )
-        self._server.add_generic_rpc_handlers(
-            [
-                self._health.handlers(self._gate),
-                reflection_handlers((*services, health.SERVICE_NAME, reflection.SERVICE_NAME), self._gate),
-            ]
-        )
+        self._server.add_generic_rpc_handlers([self._health.handlers(self._gate)])
+        if self._has_reflection:
+            names = (*services, health.SERVICE_NAME, reflection.SERVICE_NAME)
+            self._server.add_generic_rpc_handlers([reflection_handlers(names, self._gate)])
         await self.set_serving(True)
         await self._server.start()
         self._checking = asyncio.get_running_loop().create_task(self._shares.run(self._ports))
