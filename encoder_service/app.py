@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import math
 import signal
 import sys
 import time
@@ -48,6 +49,7 @@ from encoder_service.pipeline import Pipeline, ServedModel
 from encoder_service.rpc.front_door import Backend, ProtocolServer
 from encoder_service.rpc.item_reader import ItemReader
 from encoder_service.rpc.server import (
+    EXTRA_CONNECTIONS,
     SERVICE,
     call_gate,
     is_reachable,
@@ -483,16 +485,18 @@ def within_descriptors(settings: Settings, limit: int) -> Settings:
     """The settings, with fewer connections if all that the limits allow would need more descriptors than
     ``limit``. At least a quarter of them is for connections."""
     num_protocols = bool(settings.serve_sglang) + bool(settings.serve_tokenspeed)
-    num_addresses = len(settings.listen) + bool(settings.admin_listen) + num_protocols
-    num_addresses += bool(settings.serve_tokenspeed)  # for gateways, and for prefill workers
+    num_grpc = len(settings.listen) + bool(settings.serve_tokenspeed)
+    num_addresses = (
+        math.ceil(num_grpc * (1 + EXTRA_CONNECTIONS)) + bool(settings.admin_listen) + num_protocols
+    )
     num_others = OWN_DESCRIPTORS + MAX_FETCHES * bool(settings.url_allow) + 2 * MAX_SENDS * num_protocols
     if settings.broker_path:
         num_others += BrokerLimits.within(limit).num_descriptors
-    num_needed = num_others + num_addresses * settings.max_connections
+    num_needed = num_others + math.ceil(num_addresses * settings.max_connections)
     if num_needed <= limit:
         return settings
     num_left = max(limit - num_others, limit // 4)
-    reduced = max(1, num_left // num_addresses)
+    reduced = max(1, int(num_left / num_addresses))
     log.warning(
         "fewer connections are taken than set: the limit on descriptors is low",
         needed=num_needed,

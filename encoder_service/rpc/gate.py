@@ -97,12 +97,13 @@ class CallGate:
         max_message_bytes: int,
     ) -> None:
         """admission: counts the messages of calls in progress. Those that are still arriving count
-        apart, with the same limit."""
+        apart: half of that limit for those that come at once, half for late ones."""
         self.permits = permits
         self.refused: Counter[str] = Counter()
         self._tokens = tokens
         self._admission = admission
-        self.arrivals = Arrivals(admission.max_bytes, max_message_bytes)
+        max_arriving_bytes = max(admission.max_bytes // 2, max_message_bytes)
+        self.arrivals = Arrivals(max_arriving_bytes, max_message_bytes)
         self._short_calls = CallPermits(MAX_SHORT_CALLS)
         self._streams = CallPermits(MAX_STREAMS)
         self._large = WaitingShares(1)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from encoder_service.errors import InvalidRequest
+from encoder_service.rpc import delivery
 from encoder_service.rpc.delivery import Wanted
 from encoder_service.rpc.item_reader import ItemReader
 from encoder_service.rpc.servicer import VisionEncoderServicer
@@ -77,9 +78,12 @@ async def test_p21_lost_reads_of_the_directory_make_answers_inline(
     assert rig.metrics.registry.get_sample_value("ve_reads_lost_total") == 3
 
 
-async def test_lost_reads_count_up_to_the_reads_there_were(rig: Rig, servicer: VisionEncoderServicer) -> None:
+async def test_lost_reads_count_up_to_the_reads_there_were(
+    rig: Rig, servicer: VisionEncoderServicer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(delivery, "WINDOW_S", 1000)
     made_up = pb.TouchedRows(key=bytes(32), generation=1)
-    for _ in range(50):
+    for _ in range(5):
         await servicer.touch(
             pb.TouchRequest(rows=[made_up] * 4000, namespace="a", num_lost=2**32 - 1), CONTEXT
         )
