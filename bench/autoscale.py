@@ -38,8 +38,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from charts import draw_beside
 from measurement import RESULTS, describe_environment, write_result
 
+from encoder_service.admin.saturation import BUSY_WINDOW_S, FULL_QUEUE_S
 from encoder_service.config import Settings
-from encoder_service.ops.admin.saturation import BUSY_WINDOW_S, FULL_QUEUE_S
 
 Array = NDArray[np.float64]
 

@@ -24,6 +24,8 @@ from rich.console import Console
 from rich.progress import Progress
 
 from encoder_service import __version__
+from encoder_service.admin.gauges import register_segments
+from encoder_service.admin.plane import AdminPlane
 from encoder_service.broker import Broker, BrokerLimits, broker_options
 from encoder_service.config import Settings
 from encoder_service.engine.device import DeviceEngine
@@ -38,15 +40,15 @@ from encoder_service.ingest.registry import load_preprocessor
 from encoder_service.ingest.urls import MAX_FETCHES, open_urls
 from encoder_service.ingest.video.source import clip_limits
 from encoder_service.ingest.workers import IngestWorkers
-from encoder_service.ops.admin.gauges import register_segments
-from encoder_service.ops.admin.plane import AdminPlane
 from encoder_service.ops.descriptors import raise_limit
 from encoder_service.ops.http_server import HttpLimits, HttpServer
 from encoder_service.ops.metrics import Metrics
 from encoder_service.ops.traces import start_traces
 from encoder_service.own_thread import on_own_thread
 from encoder_service.pipeline import Pipeline, ServedModel
-from encoder_service.rpc.front_door import Backend, ProtocolServer
+from encoder_service.protocols.base import Backend, ProtocolServer
+from encoder_service.protocols.sglang.server import SglangServer
+from encoder_service.protocols.zmq_push import MAX_SENDS
 from encoder_service.rpc.item_reader import ItemReader
 from encoder_service.rpc.server import (
     EXTRA_CONNECTIONS,
@@ -59,8 +61,6 @@ from encoder_service.rpc.server import (
 )
 from encoder_service.rpc.server_info import server_info
 from encoder_service.rpc.servicer import VisionEncoderServicer
-from encoder_service.rpc.sglang import SglangServer
-from encoder_service.rpc.zmq_push import MAX_SENDS
 from encoder_service.scheduler.admission import Admission, UnreadBytes
 from encoder_service.scheduler.planner import MAX_ITEMS_PER_BATCH, Planner
 from encoder_service.store.embedding_store import EmbeddingStore, open_store
@@ -145,7 +145,7 @@ class Service:
             self._doors.append(FrontDoor("sglang", sglang, settings.serve_sglang))
         if settings.serve_tokenspeed:
             # Not at the top: a process that has another version of these messages can still import this file.
-            from encoder_service.rpc.tokenspeed import TokenSpeedServer
+            from encoder_service.protocols.tokenspeed.server import TokenSpeedServer
 
             self._tokenspeed = TokenSpeedServer(settings, self.metrics, self.not_ready_because)
             host = settings.serve_tokenspeed.rpartition(":")[0]

@@ -1,4 +1,4 @@
-"""The service's TLS certificates, for ``rpc.server`` and ``ops.admin``. Changed files are used for new
+"""The service's TLS certificates, for ``rpc.server`` and ``admin``. Changed files are used for new
 connections."""
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from encoder_service.config import parse_settings
-from encoder_service.rpc.mooncake import Mooncake
+from encoder_service.protocols.tokenspeed.mooncake import Mooncake
 
 pytestmark = pytest.mark.gpu
 SIZE_BYTES = 1 << 20

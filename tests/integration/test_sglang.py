@@ -26,7 +26,7 @@ from PIL import Image
 from encoder_service.config import parse_settings
 from encoder_service.errors import ConfigurationError, InvalidRequest
 from encoder_service.ops.metrics import Metrics
-from encoder_service.rpc.sglang import AwaitedReceivers, SglangServer
+from encoder_service.protocols.sglang.server import AwaitedReceivers, SglangServer
 from lm_adapter import CacheTier, ClipItem, EncodedRows, EncoderError, ImageItem, VisionEncoderClient
 from tests.engines.pictures import clip, data_url
 from tests.integration.conftest import RunningService, running, tokens_file
@@ -117,7 +117,7 @@ def serving(model: Path, device: torch.device, **settings: object) -> Iterator[S
 @pytest.fixture(scope="module")
 def shared(checkpoints: dict[str, Path], device: torch.device) -> Iterator[Served]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("encoder_service.rpc.sglang.SEND_TIMEOUT_S", SEND_TIMEOUT_S)
+        patch.setattr("encoder_service.protocols.sglang.server.SEND_TIMEOUT_S", SEND_TIMEOUT_S)
         with serving(checkpoints["qwen3_vl"], device) as found:
             yield found
 
@@ -554,7 +554,7 @@ def test_a_body_that_does_not_arrive_is_answered_504(served: Served, monkeypatch
 def test_p46_an_allowed_network_receives_and_no_other(
     bounded: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("encoder_service.rpc.sglang.AWAIT_S", 0.05)
+    monkeypatch.setattr("encoder_service.protocols.sglang.server.AWAIT_S", 0.05)
     assert name_receiver(bounded, "allowed", 2, 9, FOREIGN).status_code == 200
     assert "sglang_receivers" in message(name_receiver(bounded, "other", 2, 9, "198.51.100.1"), 403)
 
@@ -590,7 +590,7 @@ def test_every_process_that_names_itself_gets_the_rows(served: Served, is_named_
 
 
 def test_receivers_that_nobody_names(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("encoder_service.rpc.sglang.AWAIT_S", 0.2)
+    monkeypatch.setattr("encoder_service.protocols.sglang.server.AWAIT_S", 0.2)
     refused = served.encode([data_url(photo())], None, req_id="nobody")
     assert "0 of an unknown number of receivers" in message(refused, 504)
 
@@ -598,7 +598,7 @@ def test_receivers_that_nobody_names(served: Served, monkeypatch: pytest.MonkeyP
 def test_a_receiver_whose_request_never_comes_is_forgotten(
     served: Served, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("encoder_service.rpc.sglang.AWAIT_S", 0.05)
+    monkeypatch.setattr("encoder_service.protocols.sglang.server.AWAIT_S", 0.05)
     assert name_receiver(served, "never", 1, receiver.port).status_code == 200
     wait_until(served.is_free, "the receiver's end")
 
@@ -613,8 +613,8 @@ def test_an_id_is_encoded_once_at_a_time(served: Served, receiver: Receiver) -> 
 def test_p46_receivers_without_a_request_have_a_bound_and_keep_no_encode_out(
     served: Served, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("encoder_service.rpc.sglang.MAX_AWAITED", 1)
-    monkeypatch.setattr("encoder_service.rpc.sglang.AWAIT_S", 1.0)
+    monkeypatch.setattr("encoder_service.protocols.sglang.server.MAX_AWAITED", 1)
+    monkeypatch.setattr("encoder_service.protocols.sglang.server.AWAIT_S", 1.0)
     assert name_receiver(served, "first", 1, receiver.port).status_code == 200
     refused = name_receiver(served, "second", 1, receiver.port)
     assert "receivers of 1 requests are awaited, at most 1 may be" in message(refused, 503)
@@ -633,7 +633,7 @@ def test_p46_another_peers_rows_are_not_sent_to_who_names_itself_for_them(
     served: Served, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two loopback addresses stand for two hosts."""
-    monkeypatch.setattr("encoder_service.rpc.zmq_push.is_of_this_machine", lambda _: False)
+    monkeypatch.setattr("encoder_service.protocols.zmq_push.is_of_this_machine", lambda _: False)
     url = {"req_id": "foreign", "receive_count": 1, "receive_url": f"127.0.0.2:{receiver.port}"}
     transport = httpx.HTTPTransport(local_address="127.0.0.2")
     with httpx.Client(base_url=served.http.base_url, transport=transport) as other:
@@ -731,7 +731,7 @@ def test_the_service_lists_itself_and_leaves_the_list(
 ) -> None:
     """A bootstrap server that was away gets it again. One that is there is left to its own probes, of which
     tests/sglang/test_bootstrap.py has more."""
-    monkeypatch.setattr("encoder_service.rpc.sglang.WATCH_EVERY_S", 0.05)
+    monkeypatch.setattr("encoder_service.protocols.sglang.server.WATCH_EVERY_S", 0.05)
     with Files({"/health": b""}) as bootstrap:
         settings = {"sglang_register": (bootstrap.base,), "sglang_url": "http://encoder:31000"}
         with serving(checkpoints["qwen3_vl"], device, **settings):

@@ -166,8 +166,8 @@ def patched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         module.TransferEngine = Engine  # type: ignore[attr-defined]
         patch.setitem(sys.modules, "mooncake", types.ModuleType("mooncake"))
         patch.setitem(sys.modules, "mooncake.engine", module)
-        patch.setattr("encoder_service.rpc.tokenspeed.SEND_TIMEOUT_S", 1.0)
-        patch.setattr("encoder_service.rpc.mooncake.QUARANTINE_S", 0.5)
+        patch.setattr("encoder_service.protocols.tokenspeed.server.SEND_TIMEOUT_S", 1.0)
+        patch.setattr("encoder_service.protocols.tokenspeed.mooncake.QUARANTINE_S", 0.5)
         patch.setitem(pixel_segments.PixelSegments.__init__.__kwdefaults__, "folder", str(folder))
         yield folder
 
@@ -195,7 +195,7 @@ def served(shared: Served) -> Iterator[Served]:
 @pytest.fixture
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("ROOM_S", "SEND_S"):
-        monkeypatch.setattr(f"encoder_service.rpc.tokenspeed_rooms.{name}", SHORT_S)
+        monkeypatch.setattr(f"encoder_service.protocols.tokenspeed.rooms.{name}", SHORT_S)
 
 
 @pytest.fixture(scope="module")
@@ -584,7 +584,7 @@ def test_a_rank_whose_item_never_comes_is_told(served: Served) -> None:
 def test_a_refused_write_fails_its_item_alone(
     served: Served, tower: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("encoder_service.rpc.mooncake.QUARANTINE_S", 3.0)
+    monkeypatch.setattr("encoder_service.protocols.tokenspeed.mooncake.QUARANTINE_S", 3.0)
     pixels, rooms = random_pixels(), [new_room(), new_room()]
     with Rank(served.bootstrap) as dead, Rank(served.bootstrap) as alive:
         Engine.refused.add(dead.session)

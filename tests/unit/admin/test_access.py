@@ -9,8 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
-from encoder_service.ops.admin.app import EXPOSE_EVERY_S, Exposition, create_admin_app
-from encoder_service.ops.admin.plane import AdminGuard
+from encoder_service.admin.app import EXPOSE_EVERY_S, Exposition, create_admin_app
+from encoder_service.admin.plane import AdminGuard
 from encoder_service.ops.metrics import Metrics
 
 pytestmark = pytest.mark.anyio

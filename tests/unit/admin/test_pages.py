@@ -6,11 +6,11 @@ from importlib import resources
 
 import pytest
 
-from encoder_service.ops.admin.app import FILES
+from encoder_service.admin.app import FILES
 from tests.unit.admin.test_playground import web
 
 pytestmark = pytest.mark.anyio
-FOLDER = resources.files("encoder_service.ops.admin") / "static"
+FOLDER = resources.files("encoder_service.admin") / "static"
 
 
 async def test_every_file_comes_with_its_type_and_a_policy_that_allows_no_other_host() -> None:

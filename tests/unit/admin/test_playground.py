@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import torch
 
+from encoder_service.admin import playground as module
+from encoder_service.admin.app import create_admin_app
+from encoder_service.admin.playground import NAMESPACE, Playground, rows_as_colours
 from encoder_service.errors import NotReady, QueueFull
 from encoder_service.ops import http_server
-from encoder_service.ops.admin import playground as module
-from encoder_service.ops.admin.app import create_admin_app
-from encoder_service.ops.admin.playground import NAMESPACE, Playground, rows_as_colours
 from encoder_service.ops.http_server import HttpLimits, RequestLimits
 from encoder_service.ops.metrics import Metrics
 from encoder_service.types import EncodedFile, Item, Modality

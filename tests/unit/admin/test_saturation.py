@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from encoder_service.admin.gauges import runs_by_size
+from encoder_service.admin.saturation import Saturation
 from encoder_service.engine.jobs import EngineCounters
 from encoder_service.load import DeviceLoad
-from encoder_service.ops.admin.gauges import runs_by_size
-from encoder_service.ops.admin.saturation import Saturation
 from encoder_service.ops.metrics import Metrics
 from encoder_service.scheduler.admission import Admission, UnreadBytes
 from encoder_service.scheduler.buckets import Bucket

@@ -13,9 +13,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse
 from starlette.types import Receive, Scope, Send
 
+from encoder_service.admin.app import failure
 from encoder_service.errors import VisionEncoderError
 from encoder_service.ops import http_server
-from encoder_service.ops.admin.app import failure
 from encoder_service.ops.http_server import HttpLimits, HttpServer, RequestLimits, read_body
 
 pytestmark = pytest.mark.anyio

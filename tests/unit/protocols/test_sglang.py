@@ -11,7 +11,7 @@ import torch
 from pydantic import ValidationError
 
 from encoder_service.errors import InvalidDigest, InvalidRequest, UnsupportedContent
-from encoder_service.rpc.sglang import MediaItem, clip_times_s, inline_content
+from encoder_service.protocols.sglang.server import MediaItem, clip_times_s, inline_content
 from encoder_service.types import ClipFacts, EncodedItem, Grid
 
 DATA = b"the bytes of a file"

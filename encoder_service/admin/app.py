@@ -17,6 +17,7 @@ from fastapi.responses import JSONResponse
 from google.protobuf.json_format import MessageToDict
 from starlette.requests import ClientDisconnect
 
+from encoder_service.admin.playground import Playground
 from encoder_service.errors import (
     BodyTooLarge,
     DeadlineExceeded,
@@ -27,7 +28,6 @@ from encoder_service.errors import (
     Unavailable,
     VisionEncoderError,
 )
-from encoder_service.ops.admin.playground import Playground
 from encoder_service.ops.http_server import read_body
 from encoder_service.ops.metrics import CONTENT_TYPE, Metrics
 from vision_encoder.v1 import encoder_pb2 as pb
@@ -153,7 +153,7 @@ def info_dict(message: pb.GetServerInfoResponse) -> dict[str, Any]:
 
 def page(playground: Playground | None) -> APIRouter:
     router = APIRouter()
-    folder = resources.files("encoder_service.ops.admin") / "static"
+    folder = resources.files("encoder_service.admin") / "static"
     contents = {name: (folder / name).read_bytes() for name in FILES}
 
     @router.get("/")

@@ -18,11 +18,11 @@ import zmq
 
 from encoder_service.config import parse_settings
 from encoder_service.errors import GridMismatch, InvalidRequest, TooManyCalls, TransportUnavailable
-from encoder_service.rpc.mooncake import Mooncake
+from encoder_service.protocols.tokenspeed.mooncake import Mooncake
+from encoder_service.protocols.tokenspeed.rooms import Destination, Rooms
+from encoder_service.protocols.tokenspeed.server import grid_of
+from encoder_service.protocols.zmq_push import Receivers, Sender
 from encoder_service.rpc.observed import Call
-from encoder_service.rpc.tokenspeed import grid_of
-from encoder_service.rpc.tokenspeed_rooms import Destination, Rooms
-from encoder_service.rpc.zmq_push import Receivers, Sender
 from encoder_service.scheduler.admission import UnreadBytes
 from encoder_service.types import Grid, Modality
 from vision_encoder.tokenspeed import tokenspeed_scheduler_pb2 as scheduler
@@ -226,7 +226,7 @@ def test_refused_messages_are_counted_and_one_a_second_is_logged() -> None:
 def test_p46_ranks_that_ask_for_failed_rooms_start_a_bounded_number_of_tasks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("encoder_service.rpc.tokenspeed_rooms.MAX_TASKS", 3)
+    monkeypatch.setattr("encoder_service.protocols.tokenspeed.rooms.MAX_TASKS", 3)
 
     async def main() -> None:
         rooms = new_rooms()
@@ -241,8 +241,8 @@ def test_p46_ranks_that_ask_for_failed_rooms_start_a_bounded_number_of_tasks(
 
 
 def test_p46_ranks_that_wait_for_items_have_a_share_for_each_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("encoder_service.rpc.tokenspeed_rooms.MAX_EARLY", 5)
-    monkeypatch.setattr("encoder_service.rpc.tokenspeed_rooms.MAX_EARLY_OF_HOST", 3)
+    monkeypatch.setattr("encoder_service.protocols.tokenspeed.rooms.MAX_EARLY", 5)
+    monkeypatch.setattr("encoder_service.protocols.tokenspeed.rooms.MAX_EARLY_OF_HOST", 3)
 
     async def main() -> None:
         sender = SilentSender()
@@ -266,7 +266,7 @@ def test_p46_ranks_that_wait_for_items_have_a_share_for_each_host(monkeypatch: p
 
 
 def test_ranks_of_an_item_that_has_no_place_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("encoder_service.rpc.tokenspeed_rooms.MAX_ROOMS", 0)
+    monkeypatch.setattr("encoder_service.protocols.tokenspeed.rooms.MAX_ROOMS", 0)
 
     async def main() -> None:
         sender = SilentSender()

@@ -23,13 +23,13 @@ from starlette.datastructures import Headers
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from encoder_service.admin.app import Readiness, create_admin_app
+from encoder_service.admin.gauges import register_broker, register_gauges
+from encoder_service.admin.playground import Playground
+from encoder_service.admin.saturation import Saturation
 from encoder_service.broker import Broker
 from encoder_service.config import Settings
 from encoder_service.engine.device import DeviceEngine
-from encoder_service.ops.admin.app import Readiness, create_admin_app
-from encoder_service.ops.admin.gauges import register_broker, register_gauges
-from encoder_service.ops.admin.playground import Playground
-from encoder_service.ops.admin.saturation import Saturation
 from encoder_service.ops.http_server import HttpLimits, HttpServer
 from encoder_service.ops.metrics import Metrics
 from encoder_service.ops.tls import certificate_files, server_context

@@ -19,8 +19,8 @@ from encoder_service.errors import (
     PermissionDenied,
     TransportUnavailable,
 )
-from encoder_service.rpc.sglang_push import Part, head_frame, payload
-from encoder_service.rpc.zmq_push import Receivers, Sender
+from encoder_service.protocols.sglang.push import Part, head_frame, payload
+from encoder_service.protocols.zmq_push import Receivers, Sender
 from encoder_service.types import Grid, Modality
 from tests.sglang.frames import Modality as ReadModality
 from tests.sglang.frames import fields_of, message_of
@@ -169,9 +169,9 @@ def test_p46_a_port_that_takes_nothing_leaves_places_for_others(
     num_ports: int, live_host: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One port leaves places for its host's other ports, a host for other hosts."""
-    monkeypatch.setattr("encoder_service.rpc.zmq_push.MAX_SENDS", 3)
-    monkeypatch.setattr("encoder_service.rpc.zmq_push.MAX_SENDS_TO_HOST", 2)
-    monkeypatch.setattr("encoder_service.rpc.zmq_push.MAX_SENDS_TO_PORT", 2 if num_ports > 1 else 1)
+    monkeypatch.setattr("encoder_service.protocols.zmq_push.MAX_SENDS", 3)
+    monkeypatch.setattr("encoder_service.protocols.zmq_push.MAX_SENDS_TO_HOST", 2)
+    monkeypatch.setattr("encoder_service.protocols.zmq_push.MAX_SENDS_TO_PORT", 2 if num_ports > 1 else 1)
 
     async def run() -> None:
         sender, context = Sender("sglang", PATIENCE_S / 6), zmq.asyncio.Context()

@@ -40,14 +40,14 @@ from encoder_service.ops.logs import REQUEST_ID_KEY, bind_request, request_id_of
 from encoder_service.ops.metrics import Metrics
 from encoder_service.own_thread import on_own_thread
 from encoder_service.pipeline import EncodeResult, Pipeline, holder_of
+from encoder_service.protocols.base import Backend
+from encoder_service.protocols.sglang.push import Part, head_frame, payload
+from encoder_service.protocols.zmq_push import Receivers, Sender
 from encoder_service.rpc.convert import MAX_ITEMS_PER_REQUEST
-from encoder_service.rpc.front_door import Backend
 from encoder_service.rpc.gate import CallPermits
 from encoder_service.rpc.item_reader import ItemReader
 from encoder_service.rpc.observed import Call
-from encoder_service.rpc.sglang_push import Part, head_frame, payload
 from encoder_service.rpc.status import as_service_error, failure_of, status_of
-from encoder_service.rpc.zmq_push import Receivers, Sender
 from encoder_service.scheduler.admission import Admission, Permit
 from encoder_service.types import EncodedFile, EncodedItem, Item, Modality
 from vision_encoder.v1 import encoder_pb2 as pb

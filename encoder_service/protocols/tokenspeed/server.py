@@ -42,14 +42,14 @@ from encoder_service.ops.metrics import Metrics
 from encoder_service.ops.tokens import NamespaceTokens
 from encoder_service.own_thread import on_own_thread
 from encoder_service.pipeline import EncodeResult, Pipeline, holder_of
+from encoder_service.protocols.base import Backend
+from encoder_service.protocols.tokenspeed.mooncake import Mooncake
+from encoder_service.protocols.tokenspeed.rooms import MAX_PART_BYTES, Rooms
+from encoder_service.protocols.zmq_push import Receivers, Sender
 from encoder_service.rpc import convert, observed
-from encoder_service.rpc.front_door import Backend
 from encoder_service.rpc.gate import CallGate, CallPermits
 from encoder_service.rpc.item_reader import INLINE_BYTES, ItemReader
-from encoder_service.rpc.mooncake import Mooncake
 from encoder_service.rpc.server import GrpcServer
-from encoder_service.rpc.tokenspeed_rooms import MAX_PART_BYTES, Rooms
-from encoder_service.rpc.zmq_push import Receivers, Sender
 from encoder_service.scheduler.admission import Admission, UnreadBytes
 from encoder_service.towers.tower import Tower
 from encoder_service.types import Grid, Item, Modality, PixelValues

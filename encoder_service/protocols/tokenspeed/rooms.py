@@ -34,10 +34,10 @@ from encoder_service.errors import (
     VisionEncoderError,
 )
 from encoder_service.pipeline import EncodeResult, Pipeline
-from encoder_service.rpc.mooncake import Mooncake, StagedRows
+from encoder_service.protocols.tokenspeed.mooncake import Mooncake, StagedRows
+from encoder_service.protocols.zmq_push import Receivers, Sender
 from encoder_service.rpc.observed import Call
 from encoder_service.rpc.status import as_service_error, failure_of
-from encoder_service.rpc.zmq_push import Receivers, Sender
 from encoder_service.scheduler.admission import UnreadBytes
 from encoder_service.types import EncodedItem
 
