@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import functools
 import io
 import socket
@@ -24,8 +25,9 @@ import ssl
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
+import structlog
 import uvicorn
 from starlette.datastructures import Headers
 from starlette.requests import Request
@@ -36,6 +38,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from encoder_service.errors import BodyTooLarge, ConfigurationError, DeadlineExceeded, QueueFull
 from encoder_service.ops.descriptors import Listener
 from encoder_service.ops.shares import Holder, Shares
+
+log = structlog.get_logger(__name__)
 
 STOP_S = 2
 # For a request's line and headers, and for a peer that does not read its answer.
@@ -50,12 +54,14 @@ RETRY_AFTER_MS = 1000
 HEALTH_PATHS = frozenset(("/healthz", "/readyz", "/health", "/health_generate"))
 # Requests in progress, of the connections.
 REQUESTS_SHARE = 3 / 4
-# Connections that are accepted before the event loop reads from the ones before them, of all: a new one has
-# time to send its request before others displace it.
-ACCEPTED_SHARE = 1 / 64
-MAX_ACCEPTED = 16
 # Connections that wait to be accepted.
 BACKLOG = 4096
+# So many connections of a flood are taken in a millisecond: a new one has time to send its request before
+# others displace it, and the event loop has time for other work.
+MAX_DISPLACED_PER_MS = 8
+# A pause in accepting when the process has no descriptors left.
+NO_DESCRIPTORS_S = 1.0
+NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 # SO_LINGER: on, for 0 s.
 RESET = struct.pack("ii", 1, 0)
 
@@ -90,10 +96,9 @@ class HttpServer:
             lifespan="off",
             # A caller's address is that of its connection, regardless of its headers.
             proxy_headers=False,
-            backlog=max(1, min(MAX_ACCEPTED, int(limits.max_connections * ACCEPTED_SHARE))),
             timeout_graceful_shutdown=STOP_S,
         )
-        self._server = _Uvicorn(config)
+        self._server = _Uvicorn(config, self._connections)
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -108,21 +113,62 @@ class HttpServer:
 
 
 class _Uvicorn(uvicorn.Server):
+    """uvicorn with an accept loop of its own; asyncio's takes what waits before anything else is done."""
+
+    def __init__(self, config: uvicorn.Config, connections: Connections) -> None:
+        super().__init__(config)
+        self.servers = []
+        self._connections = connections
+        self._accepting: list[asyncio.Task[None]] = []
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
         for listening in sockets or ():
-            # asyncio accepts as many at once as may wait; only the latter is to be large.
+            listening.setblocking(False)
             listening.listen(BACKLOG)
+            self._accepting.append(asyncio.create_task(self._accept(listening)))
+        self.started = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for task in self._accepting:
+            task.cancel()
+        await asyncio.gather(*self._accepting, return_exceptions=True)
+        await super().shutdown(sockets)
+
+    async def _accept(self, listening: socket.socket) -> None:
+        """One connection at a time, so that others on the loop have their turns."""
+        loop, protocol = (
+            asyncio.get_running_loop(),
+            cast("type[H11Protocol]", self.config.http_protocol_class),
+        )
+        new = functools.partial(protocol, config=self.config, server_state=self.server_state, app_state={})
+        num_displaced, has_descriptors = 0, True
+        while True:
+            try:
+                accepted, _ = await loop.sock_accept(listening)
+            except OSError as error:  # others than those: the peer has left before
+                if error.errno in NO_DESCRIPTORS:
+                    if has_descriptors:
+                        log.warning("no connection can be accepted", error=error.strerror)
+                    has_descriptors = False
+                    await asyncio.sleep(NO_DESCRIPTORS_S)
+                continue
+            has_descriptors = True
+            await loop.connect_accepted_socket(new, accepted)
+            if self._connections.num_displaced >= num_displaced + MAX_DISPLACED_PER_MS:
+                num_displaced = self._connections.num_displaced
+                await asyncio.sleep(0.001)
 
 
 class Connections:
-    """The connections of one server, and which of them wait for their peers."""
+    """The connections of one server, and which of them wait for their peers. num_displaced: connections that
+    ended for others, or before they began, because there was no room."""
 
     def __init__(self, max_connections: int) -> None:
+        self.num_displaced = 0
         self._shares = Shares(max_connections)
         self._all: set[_HttpProtocol] = set()
         self._waiting: dict[_HttpProtocol, None] = {}
@@ -136,6 +182,7 @@ class Connections:
             own = (other for other in self._waiting if other.holder == holder)
             is_full = self._shares.num_used >= self._shares.limit
             displaced = next(own, next(iter(self._waiting), None) if is_full else None)
+            self.num_displaced += 1
             if displaced is None:
                 return False
             self.remove(displaced)

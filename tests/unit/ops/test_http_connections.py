@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import http.client
 import select
 import socket
@@ -14,6 +15,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import pytest
+import structlog
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.types import Receive, Scope, Send
@@ -182,16 +184,17 @@ class Flood:
     """Many connections from one address, each opened again when it ends. sent: on each; no answer is read.
     Runs on a thread."""
 
-    def __init__(self, address: str, source: str, sent: bytes) -> None:
+    def __init__(self, address: str, source: str, sent: bytes, num_sockets: int) -> None:
         host, _, port = address.rpartition(":")
         self._address, self._source, self._sent = (host, int(port)), source, sent
+        self._num_sockets = num_sockets
         self._poll = select.epoll()
         self._open_ones: dict[int, socket.socket] = {}
         self._is_over = threading.Event()
         self.num_opened = 0
 
     def run(self) -> None:
-        for _ in range(3 * NUM_CONNECTIONS):
+        for _ in range(self._num_sockets):
             self._open()
         while not self._is_over.is_set():
             for number, events in self._poll.poll(0.05):
@@ -224,8 +227,8 @@ class Flood:
 
 
 @contextlib.contextmanager
-def flooded(server: HttpServer, source: str, sent: bytes) -> Iterator[Flood]:
-    flood = Flood(server.address, source, sent)
+def flooded(server: HttpServer, source: str, sent: bytes, num_sockets: int) -> Iterator[Flood]:
+    flood = Flood(server.address, source, sent, num_sockets)
     thread = threading.Thread(target=flood.run)
     thread.start()
     try:
@@ -248,23 +251,23 @@ def probe(address: str, tls: ssl.SSLContext | None = None) -> float:
 
 
 @pytest.mark.parametrize(
-    ("source", "sent", "num_probes"),
+    ("source", "sent", "num_sockets", "num_probes"),
     [
-        ("127.0.0.2", b"", 50),
-        ("127.0.0.1", b"", 50),
-        ("127.0.0.1", PART, 15),
-        ("127.0.0.1", UPLOAD, 15),
-        ("127.0.0.1", WHOLE % b"healthz", 15),
-        ("127.0.0.1", 40 * (WHOLE % b"readyz"), 5),
+        ("127.0.0.2", b"", 192, 50),
+        ("127.0.0.1", b"", 192, 50),
+        ("127.0.0.1", PART, 192, 15),
+        ("127.0.0.1", UPLOAD, 192, 15),
+        ("127.0.0.1", WHOLE % b"healthz", 192, 15),
+        ("127.0.0.1", 40 * (WHOLE % b"readyz"), 64, 5),
     ],
     ids=["another address", "nothing", "a part", "an upload without its body", "checks", "unread answers"],
 )
 async def test_p74_health_is_answered_whatever_connections_are_held(
-    source: str, sent: bytes, num_probes: int
+    source: str, sent: bytes, num_sockets: int, num_probes: int
 ) -> None:
     async with serving(NUM_CONNECTIONS) as server:
-        with flooded(server, source, sent) as flood:
-            await until(lambda: flood.num_opened > 3 * NUM_CONNECTIONS)
+        with flooded(server, source, sent, num_sockets) as flood:
+            await until(lambda: flood.num_opened > num_sockets)
             times_s = [await asyncio.to_thread(probe, server.address) for _ in range(num_probes)]
     assert max(times_s) < PROMPT_S
 
@@ -275,9 +278,33 @@ async def test_p74_health_is_answered_over_tls_while_others_do_not_shake_hands(t
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     tls.load_cert_chain(files.cert, files.key)
     trusting = ssl.create_default_context(cafile=authority.ca)
-    async with serving(NUM_CONNECTIONS, tls) as server:
-        with flooded(server, "127.0.0.2", b"") as flood:
-            await until(lambda: flood.num_opened > 3 * NUM_CONNECTIONS)
-            times_s = [await asyncio.to_thread(probe, server.address, trusting) for _ in range(20)]
-            assert len(server._connections._all) <= NUM_CONNECTIONS
+    async with serving(4 * NUM_CONNECTIONS, tls) as server:
+        with flooded(server, "127.0.0.1", b"", 4 * NUM_CONNECTIONS) as flood:
+            await until(lambda: flood.num_opened > 4 * NUM_CONNECTIONS)
+            times_s = [await asyncio.to_thread(probe, server.address, trusting) for _ in range(15)]
+            assert len(server._connections._all) <= 4 * NUM_CONNECTIONS
     assert max(times_s) < PROMPT_S
+
+
+async def test_p71_without_descriptors_accepting_pauses_with_one_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And goes on once there are some."""
+    monkeypatch.setattr(http_server, "NO_DESCRIPTORS_S", 0.01)
+    num_failed = 0
+    async with serving(4) as server:
+        loop = asyncio.get_running_loop()
+
+        async def accept(_: socket.socket) -> tuple[socket.socket, object]:
+            nonlocal num_failed
+            num_failed += 1
+            if num_failed == 5:
+                monkeypatch.undo()
+            raise OSError(errno.EMFILE, "Too many open files")
+
+        monkeypatch.setattr(loop, "sock_accept", accept)
+        with structlog.testing.capture_logs() as lines:
+            assert await asyncio.to_thread(probe, server.address) < PROMPT_S
+            assert await asyncio.to_thread(probe, server.address) < PROMPT_S
+    assert num_failed == 5
+    assert [line["error"] for line in lines] == ["Too many open files"]
