@@ -1,11 +1,8 @@
-"""The process's file descriptors: how many there may be, and listening when there are none left."""
+"""The process's file descriptors: how many there may be."""
 
 from __future__ import annotations
 
 import resource
-import socket
-import time
-from typing import Any
 
 import structlog
 
@@ -13,8 +10,6 @@ log = structlog.get_logger(__name__)
 
 # Some libraries walk through all possible descriptors, so not more than this.
 MOST = 1 << 20
-# Shorter than asyncio's own pause, after which it tries again.
-PAUSE_S = 0.5
 
 
 def raise_limit() -> int:
@@ -29,23 +24,3 @@ def raise_limit() -> int:
         else:
             soft = wanted
     return MOST if soft == resource.RLIM_INFINITY else soft
-
-
-class Listener(socket.socket):
-    """A listening socket for asyncio, whose loop goes on accepting after a failure, with a line and a timer
-    for each connection that waits. Here a failure ends that, until the pause is over."""
-
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
-        self._failed_s = -PAUSE_S
-
-    def accept(self) -> tuple[socket.socket, Any]:
-        if time.monotonic() - self._failed_s < PAUSE_S:
-            raise BlockingIOError  # the loop comes back while a connection waits
-        try:
-            return super().accept()
-        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-            raise
-        except OSError:
-            self._failed_s = time.monotonic()
-            raise

@@ -36,7 +36,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from encoder_service.errors import BodyTooLarge, ConfigurationError, DeadlineExceeded, QueueFull
-from encoder_service.ops.descriptors import Listener
 from encoder_service.ops.shares import Holder, Shares
 
 log = structlog.get_logger(__name__)
@@ -448,7 +447,7 @@ def bind_tcp(address: str) -> socket.socket:
     host, _, port = address.rpartition(":")
     host = host.strip("[]")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    bound = Listener(family, socket.SOCK_STREAM)
+    bound = socket.socket(family, socket.SOCK_STREAM)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind((host, int(port)))

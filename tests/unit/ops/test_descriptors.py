@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import resource
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +12,6 @@ from structlog.testing import capture_logs
 
 from encoder_service.app import within_descriptors
 from encoder_service.config import Settings, parse_settings
-from encoder_service.ops.descriptors import Listener
 
 
 @pytest.mark.parametrize(("limits", "expected"), [("-Sn 100", "hard"), ("-n 300", "300")])
@@ -49,35 +46,3 @@ def test_p71_connections_fit_into_the_descriptors(tmp_path: Path) -> None:
     }  # fmt: skip
     assert fitted(8192, **everything)[0].max_connections < 1024
     assert fitted(64, **everything)[0].max_connections == 2
-
-
-def test_p71_accepting_without_descriptors_is_one_failure_and_a_pause(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """asyncio goes on as often as its backlog is long, with a line and a timer for each."""
-    accept, num_calls = socket.socket.accept, [0]
-
-    def failing(listener: socket.socket) -> object:
-        num_calls[0] += 1
-        if num_calls[0] < 3:
-            raise OSError(24, "Too many open files")
-        return accept(listener)
-
-    async def serve() -> list[str]:
-        failures: list[str] = []
-        asyncio.get_running_loop().set_exception_handler(
-            lambda _, context: failures.append(context["message"])
-        )
-        listener = Listener(socket.AF_INET, socket.SOCK_STREAM)
-        listener.bind(("127.0.0.1", 0))
-        async with asyncio.timeout(30):
-            server = await asyncio.start_server(lambda _, writer: writer.close(), sock=listener, backlog=2048)
-            async with server:
-                reader, writer = await asyncio.open_connection(*listener.getsockname())
-                assert await reader.read() == b""
-                writer.close()
-        return failures
-
-    monkeypatch.setattr(socket.socket, "accept", failing)
-    monkeypatch.setattr("asyncio.constants.ACCEPT_RETRY_DELAY", 0.6)
-    assert asyncio.run(serve()) == ["socket.accept() out of system resource"] * 2
