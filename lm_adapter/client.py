@@ -348,7 +348,7 @@ class AsyncVisionEncoderClient:
         try:
             await self._call_each(ask, batches)
         except CallFailed as error:
-            error.completed = cast("dict[int, Any]", statuses)
+            error.completed = statuses
             raise
         return [statuses[index] for index in range(len(items))]
 

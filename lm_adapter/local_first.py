@@ -23,8 +23,8 @@ from lm_adapter.errors import (
 )
 from lm_adapter.items import Item
 from lm_adapter.keys import routing_digest
+from lm_adapter.options import ClientOptions
 from lm_adapter.shm.attachment import Transport
-from lm_adapter.sync import ClientOptions
 from lm_adapter.types import KeyStatus, Outcome, PrefetchStatus, ServerInfo
 
 LEAVING = frozenset(("DRAINING", "DEVICE_FAULT"))

@@ -8,43 +8,23 @@ from __future__ import annotations
 import asyncio
 import functools
 import threading
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import CancelledError, Future
-from typing import TYPE_CHECKING, Any, Self, TypedDict, TypeVar, Unpack
+from typing import Any, Self, TypeVar, Unpack
 
-from lm_adapter.channel import ClientTls, FilePath
 from lm_adapter.client import AsyncVisionEncoderClient, rows_or_raise
 from lm_adapter.errors import CallCancelled, InvalidRequest, ItemFailed
 from lm_adapter.items import Item
+from lm_adapter.options import ClientOptions
 from lm_adapter.shm.attachment import Transport
 from lm_adapter.shm.mapping import current_stream
 from lm_adapter.types import EncodedRows, KeyStatus, Outcome, PrefetchStatus, ServerInfo
-
-if TYPE_CHECKING:
-    import torch
-
 
 CLOSE_TIMEOUT_S = 10.0
 CALLS_END_S = 1.0
 """Time that calls have to finish after their client is closed. The remaining ones are then cancelled."""
 
 ResultT = TypeVar("ResultT")
-
-
-class ClientOptions(TypedDict, total=False):
-    """The keyword arguments of ``AsyncVisionEncoderClient``, which documents them, except ``fleet``."""
-
-    namespace: str
-    model: str
-    timeout_s: float
-    transports: Sequence[str]
-    broker_path: str
-    token: str
-    token_file: FilePath
-    tls: ClientTls | None
-    max_rows_bytes: int
-    device: str | int | torch.device | None
-    options: Mapping[str, int | str] | None
 
 
 class VisionEncoderClient:
