@@ -84,7 +84,7 @@ class PlacedRows(NamedTuple):
     result: pb.ItemResult
 
     def rows(self, payload: npt.NDArray[np.uint8] | torch.Tensor) -> EncodedRows:
-        """The validated rows. payload: uint8 [header.rows_bytes]."""
+        """The validated rows. payload: uint8 [header.num_bytes]."""
         return _encoded_rows(self.result, self.header, payload)
 
 
@@ -102,7 +102,7 @@ class _ChunkedRows:
     def __init__(self, result: pb.ItemResult, header: RowsHeader) -> None:
         self.result = result
         self.header = header
-        self.payload: npt.NDArray[np.uint8] = np.empty(header.rows_bytes, dtype=np.uint8)
+        self.payload: npt.NDArray[np.uint8] = np.empty(header.num_bytes, dtype=np.uint8)
         self._view = self.payload.data
         self._num_arrived = 0
         self._end_bytes = 0
@@ -222,11 +222,11 @@ class Assembler:
         check_digest("content_digest", result.content_digest, self._digests[position])
         check_models(header, self._models)
         check_header(header)
-        if header.rows_bytes > self._max_rows_bytes:
+        if header.num_bytes > self._max_rows_bytes:
             raise InvalidRows(
                 "rows_bytes",
-                f"rows have {header.rows_bytes} bytes, this client takes {self._max_rows_bytes}",
-                found=header.rows_bytes,
+                f"rows have {header.num_bytes} bytes, this client takes {self._max_rows_bytes}",
+                found=header.num_bytes,
                 expected=self._max_rows_bytes,
             )
         delivery = result.WhichOneof("rows")
@@ -240,7 +240,7 @@ class Assembler:
         try:
             self._arriving[position] = _ChunkedRows(result, header)
         except MemoryError as error:
-            raise out_of_memory(header.rows_bytes) from error
+            raise out_of_memory(header.num_bytes) from error
         return None
 
     def _on_chunk(self, chunk: RowsChunk) -> EncodedRows | None:

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar, Unpack
 
 from lm_adapter.channel import FLEET_OPTIONS
+from lm_adapter.checks import check_routes
 from lm_adapter.client import AsyncVisionEncoderClient
 from lm_adapter.errors import (
     CallFailed,
@@ -47,7 +48,6 @@ class LocalFirstClient(AsyncVisionEncoderClient):
         local: Any = dict(options) | {"options": FLEET_OPTIONS | dict(options.get("options") or {})}
         # No retries here: an item that failed locally is retried once, at the gateway.
         super().__init__(target, repeats=False, **local)
-        self._needs_routes = True
         self._gateway = AsyncVisionEncoderClient(fallback_target, fleet=True, repeats=False, **both)
 
     async def close(self) -> None:
@@ -94,6 +94,7 @@ class LocalFirstClient(AsyncVisionEncoderClient):
         timeout_s: float | None = None,
         stream: Any = None,
     ) -> list[Outcome]:
+        check_routes(keys, routing_digests, is_routed=True)
         return await self._ask_both(
             super().fetch, self._gateway.fetch, keys, timeout_s, routing_digests, stream=stream
         )
@@ -119,6 +120,7 @@ class LocalFirstClient(AsyncVisionEncoderClient):
         routing_digests: Sequence[bytes] = (),
         timeout_s: float | None = None,
     ) -> list[KeyStatus]:
+        check_routes(keys, routing_digests, is_routed=True)
         return await self._ask_both(super().lookup, self._gateway.lookup, keys, timeout_s, routing_digests)
 
     async def _ask_both(

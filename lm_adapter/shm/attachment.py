@@ -20,7 +20,6 @@ import numpy.typing as npt
 
 from lm_adapter.errors import BrokerError, EncoderError, InvalidRequest, MappingFailed
 from lm_adapter.shm import mapping
-from lm_adapter.shm.broker import BrokerConnection
 from lm_adapter.shm.reader import MappedArena
 from lm_adapter.types import ServerInfo, TransportInfo
 from vision_encoder.layout.directory import Record
@@ -29,6 +28,8 @@ from vision_encoder.v1 import encoder_pb2 as pb
 
 if TYPE_CHECKING:
     import torch
+
+    from lm_adapter.shm.broker import BrokerConnection
 
 
 TRANSPORTS = ("device", "host", "inline")
@@ -240,6 +241,8 @@ class SharedMemory:
 
     def _attach_kind(self, name: str) -> tuple[BrokerConnection, AttachedMemory]:
         """Connects to the broker and maps all arenas of one kind. Raises EncoderError."""
+        from lm_adapter.shm.broker import BrokerConnection  # a client without shared memory does not need it
+
         info = self._info
         assert info is not None
         announced = _announced(info, name)

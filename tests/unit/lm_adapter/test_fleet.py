@@ -30,8 +30,8 @@ from lm_adapter import (
     VisionEncoderClient,
     keys,
 )
-from lm_adapter.client import MAX_PAUSE_S
 from lm_adapter.local_first import LocalFirstClient
+from lm_adapter.routing import MAX_PAUSE_S
 from lm_adapter.testing import FakeEncoder, Fault
 from tests.unit.lm_adapter.client_drivers import AsyncDriver, Driver, Open, SyncDriver, opener
 from tests.unit.lm_adapter.interpreter import output_of
@@ -159,8 +159,8 @@ def test_p33_a_malformed_item_fails_alone(driver: Driver, method: str, bad: Item
 def test_an_item_that_gateways_cannot_repeat_waits_until_all_have_left_out_its_replica(
     fake: FakeEncoder, driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lm_adapter.client.GATEWAY_BUFFER_BYTES", 1000)
-    monkeypatch.setattr("lm_adapter.client.LARGE_PAUSE_S", 5.0)
+    monkeypatch.setattr("lm_adapter.routing.GATEWAY_BUFFER_BYTES", 1000)
+    monkeypatch.setattr("lm_adapter.routing.LARGE_PAUSE_S", 5.0)
     driver.call("info")
     fake.script.call_failures["Encode"] = (grpc.StatusCode.UNAVAILABLE, DRAINING)
     for num_calls, num_bytes in ((2, 1001), (4, 100)):
@@ -173,7 +173,7 @@ def test_an_item_that_gateways_cannot_repeat_waits_until_all_have_left_out_its_r
 def test_a_repeat_does_not_outlast_the_deadline(
     fake: FakeEncoder, driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lm_adapter.client.MIN_PAUSE_S", MAX_PAUSE_S)
+    monkeypatch.setattr("lm_adapter.routing.MIN_PAUSE_S", MAX_PAUSE_S)
     driver.call("info")
     fake.stop()
     started_s = time.monotonic()
@@ -186,7 +186,7 @@ def test_information_of_a_fleet_is_asked_for_again_when_it_is_old(
     fake: FakeEncoder, driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     driver.call("encode_one", image(0))
-    monkeypatch.setattr("lm_adapter.client.FLEET_INFO_S", 0.0)
+    monkeypatch.setattr("lm_adapter.routing.FLEET_INFO_S", 0.0)
     driver.call("encode_one", image(1))
     assert fake.num_calls["GetServerInfo"] == 2
     fake.script.call_failures["GetServerInfo"] = (grpc.StatusCode.UNAVAILABLE, DRAINING)

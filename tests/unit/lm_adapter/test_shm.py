@@ -157,7 +157,7 @@ def test_p34_short_copies_stay_on_the_loop_and_long_ones_leave_it(
             for _ in ("placed", "listed"):
                 assert_rows_of(await client.encode_one(image(0)), digest_of(0))
             assert threads == [threading.get_ident()] * 2
-            monkeypatch.setattr("lm_adapter.client.MAX_LOOP_COPY_S", 0.0)
+            monkeypatch.setattr("lm_adapter.resident.MAX_LOOP_COPY_S", 0.0)
             for _ in ("placed", "listed"):
                 assert_rows_of(await client.encode_one(image(1)), digest_of(1))
             assert len(threads) == 4
