@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import copy
 import math
 import os
 import time
@@ -42,7 +41,7 @@ from vision_encoder.v1 import encoder_pb2 as pb
 PROTOCOL_VERSION = 1
 MIN_PROTOCOL_VERSION = 1
 MAX_TIMEOUT_S = 365 * 86_400.0
-"""Longer timeouts, infinite ones too, are cut to this: gRPC takes a time beyond its range for a past one."""
+"""Longer timeouts are cut to this, also infinite ones: gRPC treats a deadline beyond its range as past."""
 MIN_INFO_AGE_S = 1.0
 """Younger information is kept when another server answers: several servers may share the address."""
 INSTANCE_KEY = "x-instance-id"
@@ -173,9 +172,9 @@ class Server:
         num_items: int,
         outcomes: Mapping[int, Outcome],
     ) -> AsyncIterator[AsyncIterator[bytes]]:
-        """One RPC's serialised messages. It is cancelled at the block's end. Raises CallFailed.
+        """The serialised messages of one RPC, which ends with the block. Raises CallFailed.
 
-        num_items, outcomes: of the whole call, for messages of errors."""
+        num_items, outcomes: of the whole call, for the texts of errors."""
         self.check_open(method)
         # Without a deserialiser, messages arrive as bytes.
         start: Any = self._channel.current().unary_stream(f"/{_SERVICE}/{method}")
@@ -261,12 +260,12 @@ class Server:
 class RowsCall:
     """One ``encode`` or ``fetch``, which may take several RPCs, and the outcomes of its items.
 
-    request: without items or keys. models: whose geometry rows may have. max_rows_bytes: limit of one item.
-    resident: reads located rows; None: rows come inline. routes, outcomes: by the caller's index, of all
-    num_items."""
+    request: makes a message without items or keys. models: whose geometry rows may have. max_rows_bytes:
+    limit of one item. resident: reads located rows; None: rows come inline. routes, outcomes: by the caller's
+    index, of all num_items."""
 
     server: Server
-    request: pb.EncodeRequest | pb.FetchRequest
+    request: Callable[[], pb.EncodeRequest | pb.FetchRequest]
     info: ServerInfo
     models: Sequence[ModelInfo]
     max_rows_bytes: int
@@ -278,7 +277,7 @@ class RowsCall:
 
     async def read_listed(self, keys: Mapping[int, bytes]) -> None:
         """Takes the rows that the directory in shared memory lists."""
-        if self.resident is not None:
+        if self.resident is not None and keys:
             self.outcomes.update(await self.resident.read_listed(keys))
 
     async def run(self, groups: Sequence[Mapping[int, pb.Item | bytes]]) -> list[Outcome]:
@@ -316,7 +315,7 @@ class RowsCall:
     ) -> None:
         """One RPC for these items or keys. Adds to the outcomes, and to ``lost`` the indices of lost rows.
         resident: None for rows inline. Raises CallFailed."""
-        request = copy.deepcopy(self.request)
+        request = self.request()
         request.delivery = pb.DELIVERY_INLINE if resident is None else resident.memory.delivery
         request.after_lost_read = not lost.isdisjoint(entries)
         digests: list[bytes | None] = [None] * len(entries)

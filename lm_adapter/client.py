@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self, cast
 
 from lm_adapter import convert
@@ -82,15 +83,16 @@ class AsyncVisionEncoderClient:
         gRPC channel arguments, in addition to the defaults in ``channel``. fleet: the target is a gateway
         before many encoders, or a name with the addresses of several gateways; rows come inline. repeats:
         a stream that broke is requested once more."""
-        transports = ("inline",) if fleet else check_transports(transports, broker_path)
         self._routing = Fleet(repeats=repeats) if fleet else Direct(repeats=repeats)
+        if fleet:
+            transports, options = ("inline",), FLEET_OPTIONS | dict(options or {})
+        else:
+            transports = check_transports(transports, broker_path)
         self.target = target
         self._namespace = namespace
         self._model = model
         self._timeout_s = timeout_s
         self._max_rows_bytes = max_rows_bytes
-        if fleet:
-            options = FLEET_OPTIONS | dict(options or {})
         channel = Channel(target, tls=tls, token=token, token_file=token_file, options=options)
         self._shared = SharedMemory(
             transports,
@@ -163,8 +165,9 @@ class AsyncVisionEncoderClient:
         stream: the torch.cuda.Stream on which rows on a GPU are used; by default the calling thread's current
         one. Raises CallFailed when the call failed before every item had its outcome; ``completed`` of the
         error maps the indices of the others to their outcome."""
-        request = pb.EncodeRequest(namespace=self._namespace, model=self._model)
+        request = functools.partial(pb.EncodeRequest, namespace=self._namespace, model=self._model)
         call = await self._rows_call(request, len(items), timeout_s, stream)
+        call.models = self._candidates(call.info)
         items, call.routes = await self._routing.routed(items)
         if call.resident is not None:
             if any(lacks_digest(item, MAX_HASHED_BYTES) for item in items):
@@ -196,7 +199,7 @@ class AsyncVisionEncoderClient:
         keys, routes = check_keys(keys), self._routing.routes_of(keys, routing_digests)
         if not keys:
             return []
-        request = pb.FetchRequest(namespace=self._namespace)
+        request = functools.partial(pb.FetchRequest, namespace=self._namespace)
         call = await self._rows_call(request, len(keys), timeout_s, stream)
         call.routes = routes
         await call.read_listed(dict(enumerate(keys)))
@@ -251,7 +254,7 @@ class AsyncVisionEncoderClient:
 
     async def known_key(self, item: Item, *, timeout_s: float | None = None) -> bytes | None:
         """The item's key, derived here; None if it has no digest or the server has several models and none is
-        named. Raises CallFailed when the server's information is not known and cannot be had."""
+        named. Raises CallFailed if the server's information is unknown and not available."""
         info = await self._server.known_info(self._deadline(timeout_s))
         return known_keys([item], self._candidates(info), self._namespace).get(0)
 
@@ -262,7 +265,7 @@ class AsyncVisionEncoderClient:
         routing_digests: Sequence[bytes] = (),
         timeout_s: float | None = None,
     ) -> list[KeyStatus]:
-        """Whether each key's rows are held, being encoded, or absent; in the order of ``keys``.
+        """Whether each key's rows are resident, being encoded, or absent; in the order of ``keys``.
         routing_digests: as in ``fetch``."""
         keys, routes = check_keys(keys), self._routing.routes_of(keys, routing_digests)
         if not keys:
@@ -299,13 +302,14 @@ class AsyncVisionEncoderClient:
 
     def read_resident(self, entries: Sequence[Item | bytes], stream: Any) -> list[Outcome] | None:
         """The rows of all items or keys, read from shared memory; None if any is not listed or was lost."""
-        info, items = self._server.info, [entry for entry in entries if not isinstance(entry, bytes)]
-        resident = self._resident(info.models, stream) if info is not None and entries else None
-        if info is None or resident is None:
+        info = self._server.info
+        resident = None if info is None else self._resident(info.models, stream)
+        if info is None or resident is None or not entries:
             return None
-        keys = cast("list[bytes]", entries)
+        items = [entry for entry in entries if not isinstance(entry, bytes)]
+        keys = dict(enumerate(cast("list[bytes]", entries)))
         if items:
-            keys = list(known_keys(items, self._candidates(info), self._namespace).values())
+            keys = known_keys(items, self._candidates(info), self._namespace)
         return resident.read_all(keys) if len(keys) == len(entries) else None
 
     # Parts of calls ---------------------------------------------------------------------------------------
@@ -315,7 +319,7 @@ class AsyncVisionEncoderClient:
 
     async def _rows_call(
         self,
-        request: pb.EncodeRequest | pb.FetchRequest,
+        request: Callable[[], pb.EncodeRequest | pb.FetchRequest],
         num_items: int,
         timeout_s: float | None,
         stream: Any,
@@ -333,10 +337,9 @@ class AsyncVisionEncoderClient:
             # Only a call shows that the encoder was replaced, or is away.
             info = await self._server.known_info(deadline, MIN_INFO_AGE_S)
             self._server.check_open("attaching to shared memory")
-        models = self._candidates(info) if isinstance(request, pb.EncodeRequest) else info.models
-        resident = self._resident(models, stream)
+        resident = self._resident(info.models, stream)
         return RowsCall(
-            self._server, request, info, models, self._max_rows_bytes, resident, deadline, num_items
+            self._server, request, info, info.models, self._max_rows_bytes, resident, deadline, num_items
         )
 
     def _resident(self, models: Sequence[ModelInfo], stream: Any) -> ResidentRows | None:
@@ -347,8 +350,7 @@ class AsyncVisionEncoderClient:
         return ResidentRows(memory, models, self._max_rows_bytes, self._reports, stream)
 
     def _candidates(self, info: ServerInfo) -> Sequence[ModelInfo]:
-        """The models whose geometry rows may have: the named one, or all where the name does not settle
-        it."""
+        """The models that may encode: the one of the client's name, or all if none has it."""
         return [model for model in info.models if model.name == self._model] or info.models
 
     def _portions(self, info: ServerInfo, indices: Sequence[int]) -> list[Sequence[int]]:

@@ -72,8 +72,8 @@ class LocalFirstClient(AsyncVisionEncoderClient):
                     return await first
             return await waiting[0]
         finally:
-            for one in waiting:
-                one.cancel()
+            for wait in waiting:
+                wait.cancel()
             await asyncio.gather(*waiting, return_exceptions=True)
 
     async def wait_transport(self, timeout_s: float | None = None) -> Transport:
@@ -146,11 +146,13 @@ class LocalFirstClient(AsyncVisionEncoderClient):
             for index in missing:
                 results.pop(index, None)
             by_item = {name: [values[index] for index in missing] for name, values in by_item.items()}
-            asked, left_s = [items[index] for index in missing], max(MIN_LEFT_S, deadline.left_s)
+            entries, left_s = [items[index] for index in missing], max(MIN_LEFT_S, deadline.left_s)
             try:
-                answers = await gateway(asked, timeout_s=left_s, **by_item, **options)
+                answers = await gateway(entries, timeout_s=left_s, **by_item, **options)
             except CallFailed as error:
-                error.completed = results | {missing[index]: one for index, one in error.completed.items()}
+                error.completed = results | {
+                    missing[index]: outcome for index, outcome in error.completed.items()
+                }
                 raise
             results.update(zip(missing, answers, strict=True))
         return [results[index] for index in range(len(items))]

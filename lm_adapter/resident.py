@@ -31,7 +31,7 @@ ResultT = TypeVar("ResultT")
 _Listed: TypeAlias = Mapping[int, tuple[MappedArena, Record]]
 
 
-@dataclass(frozen=True)
+@dataclass
 class ResidentRows:
     """The rows in attached memory, for one call. models: whose geometry they may have. max_bytes: limit of
     one item. stream: the CUDA stream that uses them."""
@@ -42,9 +42,9 @@ class ResidentRows:
     reports: ReadReports
     stream: Any
 
-    def read_all(self, keys: Sequence[bytes]) -> list[Outcome] | None:
-        """Reads on the calling thread. None if any rows are not listed or were lost."""
-        listed = self._find(dict(enumerate(keys)))
+    def read_all(self, keys: Mapping[int, bytes]) -> list[Outcome] | None:
+        """Reads on the calling thread. keys: by index. None if any rows are not listed or were lost."""
+        listed = self._find(keys)
         rows = self._read_listed(listed) if len(listed) == len(keys) else {}
         return [rows[index] for index in range(len(keys))] if len(rows) == len(keys) else None
 
@@ -71,8 +71,8 @@ class ResidentRows:
         return placed.rows(payload)
 
     def _find(self, keys: Mapping[int, bytes]) -> _Listed:
-        records = {index: self.memory.find(key) for index, key in keys.items()}
-        return {index: record for index, record in records.items() if record is not None}
+        find = self.memory.find
+        return {index: record for index, key in keys.items() if (record := find(key)) is not None}
 
     def _read_listed(self, listed: _Listed) -> Mapping[int, EncodedRows]:
         """On any thread."""

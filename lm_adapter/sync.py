@@ -128,10 +128,9 @@ class VisionEncoderClient:
     def prefetch(
         self, items: Sequence[Item], *, timeout_s: float | None = None, until_encoded: bool = False
     ) -> list[PrefetchStatus | ItemFailed]:
-        prefetch = functools.partial(
-            self._client.prefetch, items, timeout_s=timeout_s, until_encoded=until_encoded
+        return self._run(
+            lambda: self._client.prefetch(items, timeout_s=timeout_s, until_encoded=until_encoded)
         )
-        return self._run(prefetch)
 
     def lookup(
         self,
@@ -140,19 +139,18 @@ class VisionEncoderClient:
         routing_digests: Sequence[bytes] = (),
         timeout_s: float | None = None,
     ) -> list[KeyStatus]:
-        lookup = functools.partial(
-            self._client.lookup, keys, routing_digests=routing_digests, timeout_s=timeout_s
+        return self._run(
+            lambda: self._client.lookup(keys, routing_digests=routing_digests, timeout_s=timeout_s)
         )
-        return self._run(lookup)
 
     def _rows(
-        self, wanted: Sequence[Item | bytes], start: Callable[..., Coroutine[Any, Any, list[Outcome]]]
+        self, entries: Sequence[Item | bytes], start: Callable[..., Coroutine[Any, Any, list[Outcome]]]
     ) -> list[Outcome]:
         """Reads the rows on this thread if all of them are resident in shared memory, else starts a call."""
         self._client.note_device()
         stream = current_stream()
-        found = self._client.read_resident(wanted, stream)
-        return self._run(lambda: start(stream=stream)) if found is None else found
+        rows = self._client.read_resident(entries, stream)
+        return self._run(lambda: start(stream=stream)) if rows is None else rows
 
     def _run(self, start: Callable[[], Coroutine[Any, Any, ResultT]]) -> ResultT:
         """Runs a call on the loop's thread. If the caller is interrupted, the call is cancelled."""
