@@ -33,7 +33,7 @@ from lm_adapter.errors import (
     from_rpc_error,
 )
 from lm_adapter.resident import ResidentRows
-from lm_adapter.routing import Direct, Routes
+from lm_adapter.routing import Routes, Routing
 from lm_adapter.types import ModelInfo, Outcome, ServerInfo
 from vision_encoder.layout.keys import ROUTING_KEY
 from vision_encoder.v1 import encoder_pb2 as pb
@@ -69,14 +69,14 @@ class Server:
     """The server at one address: its RPCs, and the information that it gave. For one event loop."""
 
     def __init__(
-        self, target: str, channel: Channel, routing: Direct, on_info: Callable[[ServerInfo], None]
+        self, target: str, channel: Channel, routing: Routing, on_info: Callable[[ServerInfo], None]
     ) -> None:
         """on_info: is called with each information that the server gives."""
         self.target = target
         self.info: ServerInfo | None = None
         """None: not known, or void."""
-        self._channel = channel
         self.routing = routing
+        self._channel = channel
         self._on_info = on_info
         self._info_lock = asyncio.Lock()
         self._info_time_s = 0.0

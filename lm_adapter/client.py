@@ -30,7 +30,7 @@ from lm_adapter.items import Item
 from lm_adapter.keys import known_keys, lacks_digest, with_digests
 from lm_adapter.read_reports import ReadReports
 from lm_adapter.resident import ResidentRows
-from lm_adapter.routing import Direct, Fleet
+from lm_adapter.routing import Direct, Fleet, Routing
 from lm_adapter.shm.attachment import TRANSPORTS, SharedMemory, Transport, check_transports
 from lm_adapter.shm.mapping import current_stream
 from lm_adapter.types import EncodedRows, KeyStatus, ModelInfo, Outcome, PrefetchStatus, ServerInfo
@@ -83,7 +83,7 @@ class AsyncVisionEncoderClient:
         gRPC channel arguments, in addition to the defaults in ``channel``. fleet: the target is a gateway
         before many encoders, or a name with the addresses of several gateways; rows come inline. repeats:
         a stream that broke is requested once more."""
-        self._routing = Fleet(repeats=repeats) if fleet else Direct(repeats=repeats)
+        self._routing: Routing = Fleet(repeats=repeats) if fleet else Direct(repeats=repeats)
         if fleet:
             transports, options = ("inline",), FLEET_OPTIONS | dict(options or {})
         else:

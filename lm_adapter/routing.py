@@ -71,11 +71,11 @@ class Direct:
             await call(group)
 
     def pause_s(self, error: CallFailed, _left_s: float, _num_bytes: int, /) -> float | None:
-        """The pause before a call is repeated; None if it is not. left_s: until the deadline. num_bytes: of
-        the items that are sent again.
+        """The pause before a failed call is repeated; None if it is not. left_s: until the deadline.
+        num_bytes: of the items that are sent again.
 
-        A broken stream is repeated. A failure that the server states, as DRAINING, is not: the same server
-        would state it again."""
+        A broken stream is repeated. A failure that the server states, such as DRAINING, is not: the same
+        server would state it again."""
         is_break = isinstance(error, EncoderUnavailable | TruncatedStream) and not _is_stated(error)
         return 0.0 if self._repeats and is_break else None
 
@@ -97,7 +97,7 @@ class Fleet(Direct):
         return dataclasses.replace(limits, max_items_per_request=1)
 
     async def routed(self, items: Sequence[Item]) -> tuple[Sequence[Item], Routes]:
-        """Adds digests to files, because routes need them anyway."""
+        """Adds digests to files: their routes need them anyway."""
         items = await asyncio.to_thread(with_digests, items)
         return items, dict(enumerate(await asyncio.to_thread(list, map(routing_digest, items))))
 
@@ -131,6 +131,9 @@ class Fleet(Direct):
             retry_after_ms=error.retry_after_ms,
             details=error.details,
         )
+
+
+Routing: TypeAlias = Direct | Fleet
 
 
 def _is_stated(error: CallFailed) -> bool:
