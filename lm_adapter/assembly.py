@@ -18,6 +18,7 @@ from lm_adapter.checks import RowsHeader, check_digest, check_header, check_mode
 from lm_adapter.errors import InvalidRows, ItemFailed, StreamViolation, TruncatedStream
 from lm_adapter.items import Item
 from lm_adapter.types import EncodedRows, Limits, ModelInfo, Outcome
+from vision_encoder.layout.varint import read_varint
 from vision_encoder.v1 import encoder_pb2 as pb
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ class PlacedRows(NamedTuple):
     result: pb.ItemResult
 
     def rows(self, payload: npt.NDArray[np.uint8] | torch.Tensor) -> EncodedRows:
-        """The validated rows. payload: uint8 [header.rows_bytes]."""
+        """The validated rows. payload: uint8 [header.num_bytes]."""
         return _encoded_rows(self.result, self.header, payload)
 
 
@@ -102,7 +103,7 @@ class _ChunkedRows:
     def __init__(self, result: pb.ItemResult, header: RowsHeader) -> None:
         self.result = result
         self.header = header
-        self.payload: npt.NDArray[np.uint8] = np.empty(header.rows_bytes, dtype=np.uint8)
+        self.payload: npt.NDArray[np.uint8] = np.empty(header.num_bytes, dtype=np.uint8)
         self._view = self.payload.data
         self._num_arrived = 0
         self._end_bytes = 0
@@ -222,11 +223,11 @@ class Assembler:
         check_digest("content_digest", result.content_digest, self._digests[position])
         check_models(header, self._models)
         check_header(header)
-        if header.rows_bytes > self._max_rows_bytes:
+        if header.num_bytes > self._max_rows_bytes:
             raise InvalidRows(
                 "rows_bytes",
-                f"rows have {header.rows_bytes} bytes, this client takes {self._max_rows_bytes}",
-                found=header.rows_bytes,
+                f"rows have {header.num_bytes} bytes, this client takes {self._max_rows_bytes}",
+                found=header.num_bytes,
                 expected=self._max_rows_bytes,
             )
         delivery = result.WhichOneof("rows")
@@ -240,7 +241,7 @@ class Assembler:
         try:
             self._arriving[position] = _ChunkedRows(result, header)
         except MemoryError as error:
-            raise out_of_memory(header.rows_bytes) from error
+            raise out_of_memory(header.num_bytes) from error
         return None
 
     def _on_chunk(self, chunk: RowsChunk) -> EncodedRows | None:
@@ -286,7 +287,7 @@ def read_chunk(message: bytes) -> RowsChunk | None:
         event_end = at + event_bytes
         offset_bytes, at = _field(message, at, _OFFSET_TAG)
         data_bytes, at = _field(message, at, _DATA_TAG)
-    except IndexError:
+    except (IndexError, ValueError):
         return None
     if not data_bytes or not at + data_bytes == event_end == len(message) or item_index >= 1 << 32:
         return None
@@ -295,16 +296,8 @@ def read_chunk(message: bytes) -> RowsChunk | None:
 
 def _field(message: bytes, at: int, tag: int) -> tuple[int, int]:
     """The varint after ``tag`` and the offset of the next field; (0, at) if another field starts at ``at``.
-    Raises IndexError at the end of the message and for a varint longer than MAX_VARINT_BYTES."""
-    if message[at] != tag:
-        return 0, at
-    value = 0
-    for shift in range(0, 7 * MAX_VARINT_BYTES, 7):
-        at += 1
-        value |= (message[at] & 0x7F) << shift
-        if message[at] < 0x80:
-            return value, at + 1
-    raise IndexError
+    Raises IndexError at the end of the message, ValueError for a varint of more than MAX_VARINT_BYTES."""
+    return read_varint(message, at + 1, MAX_VARINT_BYTES) if message[at] == tag else (0, at)
 
 
 def _encoded_rows(

@@ -129,7 +129,7 @@ class Channel:
         self._token_file = token_file
         self._options = channel_options(options, tls)
         self._paths = (*(tls.paths if tls else ()), *((token_file,) if token_file else ()))
-        self._seen = self._stat()
+        self._stats = self._stat()
         self._checked_s = time.monotonic()
         self.token = read_token_file(token_file) if token_file else token
         bearer(self.token)  # raises for a token that a header cannot carry
@@ -163,10 +163,10 @@ class Channel:
     def _reload_if_changed(self) -> None:
         """Opens a new channel if the files changed. Incomplete or invalid files leave the channel as it is;
         they are read again after their next change."""
-        seen = self._stat()
-        if seen == self._seen:
+        stats = self._stat()
+        if stats == self._stats:
             return
-        self._seen = seen
+        self._stats = stats
         try:
             token = read_token_file(self._token_file) if self._token_file else self.token
             replaced, self._channel = self._channel, self._open() if self._tls else self._channel
@@ -183,15 +183,15 @@ class Channel:
     def _stat(self) -> list[tuple[int, int, int]]:
         """Modification time, inode and size of each file. Follows links, because Kubernetes updates a mounted
         Secret by replacing a link."""
-        found = []
+        stats = []
         for path in self._paths:
             try:
                 status = Path(path).stat()
             except OSError:
-                found.append((0, 0, 0))
+                stats.append((0, 0, 0))
             else:
-                found.append((status.st_mtime_ns, status.st_ino, status.st_size))
-        return found
+                stats.append((status.st_mtime_ns, status.st_ino, status.st_size))
+        return stats
 
 
 def channel_options(

@@ -29,12 +29,12 @@ class RowsHeader(NamedTuple):
     width: int
     dtype: str
     num_deepstack_levels: int
-    rows_bytes: int
+    num_bytes: int
     chunk_grids: tuple[Grid, ...] = ()
 
     def rows(self, payload: npt.NDArray[np.uint8] | torch.Tensor, **fields: Any) -> EncodedRows:
-        """payload: uint8 [rows_bytes]. fields: the remaining fields of EncodedRows."""
-        shape = {name: value for name, value in self._asdict().items() if name != "rows_bytes"}
+        """payload: uint8 [num_bytes]. fields: the remaining fields of EncodedRows."""
+        shape = {name: value for name, value in self._asdict().items() if name != "num_bytes"}
         return EncodedRows(payload=payload, **shape, **fields)
 
 
@@ -55,17 +55,8 @@ def check_rows(
     finite: also check every element for NaN and infinity, which reads the whole payload.
     """
     expect("grid_thw", tuple(rows.grid_thw), tuple(grid))
-    header = RowsHeader(
-        rows.grid_thw,
-        rows.num_rows,
-        rows.width,
-        rows.dtype,
-        rows.num_deepstack_levels,
-        rows.num_bytes,
-        rows.chunk_grids,
-    )
-    _check_geometry(header, width, dtype, num_deepstack_levels, spatial_merge_size, merges_time)
-    check_header(header)
+    _check_geometry(rows, width, dtype, num_deepstack_levels, spatial_merge_size, merges_time)
+    check_header(rows)
     if finite:
         _check_finite(rows)
 
@@ -77,14 +68,8 @@ def check_models(header: RowsHeader, models: Sequence[ModelInfo]) -> None:
     for model in models:
         try:
             expect("width", model.width, model.out_width * (1 + model.num_deepstack_levels))
-            _check_geometry(
-                header,
-                model.width,
-                model.dtype,
-                model.num_deepstack_levels,
-                model.spatial_merge_size,
-                model.merges_time,
-            )
+            geometry = model.width, model.dtype, model.num_deepstack_levels
+            _check_geometry(header, *geometry, model.spatial_merge_size, model.merges_time)
             return
         except InvalidRows as error:
             failure = failure or error
@@ -92,7 +77,7 @@ def check_models(header: RowsHeader, models: Sequence[ModelInfo]) -> None:
         raise failure
 
 
-def check_header(header: RowsHeader) -> None:
+def check_header(header: RowsHeader | EncodedRows) -> None:
     """Checks a result for consistency: known dtype, positive sizes, width divisible by 1 + L, byte count.
     Raises InvalidRows."""
     if header.dtype not in ROW_DTYPES:
@@ -115,7 +100,7 @@ def check_header(header: RowsHeader) -> None:
             expected=f"a multiple of {levels}",
         )
     needed = header.num_rows * header.width * ITEMSIZE_BYTES[header.dtype]
-    expect("rows_bytes", header.rows_bytes, needed)
+    expect("rows_bytes", header.num_bytes, needed)
 
 
 def check_digest(field: str, found: bytes, expected: bytes | None) -> None:
@@ -143,7 +128,7 @@ def check_grid(grid: Grid, spatial_merge_size: int) -> None:
 
 
 def _check_geometry(
-    header: RowsHeader,
+    header: RowsHeader | EncodedRows,
     width: int,
     dtype: str,
     num_deepstack_levels: int,
@@ -215,3 +200,14 @@ def check_keys(keys: Sequence[bytes]) -> list[bytes]:
         if len(key) != DIGEST_BYTES:
             raise InvalidRequest(f"key {position} has {len(key)} bytes, needs {DIGEST_BYTES}")
     return list(keys)
+
+
+def check_routes(keys: Sequence[bytes], routing_digests: Sequence[bytes], *, is_routed: bool) -> None:
+    """Checks the routing digests of keys. is_routed: each key needs one. Raises InvalidRequest."""
+    if is_routed and len(routing_digests) != len(keys):
+        raise InvalidRequest(
+            f"{len(keys)} keys have {len(routing_digests)} routing digests; with a gateway each needs one"
+        )
+    for digest in routing_digests:
+        if len(digest) != DIGEST_BYTES:
+            raise InvalidRequest(f"a routing digest has {len(digest)} bytes, needs {DIGEST_BYTES}")

@@ -62,6 +62,10 @@ def dtype_name(number: int) -> str:
     return _DTYPE_OF.get(number) or f"dtype {number}"
 
 
+def _delivery_name(number: int) -> str:
+    return _DELIVERY_OF.get(number) or f"delivery {number}"
+
+
 def tier(number: int) -> CacheTier:
     return _TIERS.get(number, CacheTier.UNKNOWN)
 
@@ -125,8 +129,8 @@ def server_info(message: pb.GetServerInfoResponse) -> ServerInfo:
         models=tuple(_model_info(model) for model in message.models),
         limits=_record(Limits, message.limits),
         transports=tuple(
-            _record(TransportInfo, one, delivery=_DELIVERY_OF.get(one.delivery) or f"delivery {one.delivery}")
-            for one in message.transports
+            _record(TransportInfo, transport, delivery=_delivery_name(transport.delivery))
+            for transport in message.transports
         ),
         unusable_kernels=dict(message.unusable_kernels),
     )

@@ -26,16 +26,12 @@ Each has ``reason``, ``retryable`` and ``retry_after_ms``; ``details`` holds the
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import grpc
 from google.protobuf.message import DecodeError
 
 from vision_encoder.v1 import encoder_pb2 as pb
-
-if TYPE_CHECKING:
-    from lm_adapter.types import EncodedRows
-
 
 DATA_LOSS = 15
 """The gRPC status number for rows that arrived damaged."""
@@ -104,10 +100,10 @@ class InvalidRows(ItemFailed):
 
 
 class CallFailed(EncoderError):
-    """The whole call failed. ``completed`` maps the index of each item that had finished to its outcome, or
-    to its status for ``prefetch``."""
+    """The whole call failed. ``completed`` maps the index of each item that had finished to its EncodedRows
+    (``prefetch``: its PrefetchStatus) or ItemFailed."""
 
-    completed: Mapping[int, EncodedRows | ItemFailed] = {}
+    completed: Mapping[int, Any] = {}
 
 
 class RequestRefused(CallFailed):

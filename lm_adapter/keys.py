@@ -6,12 +6,16 @@ an engine can compute them before it has a connection."""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import functools
 import hashlib
 import importlib.util
+import math
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
-from lm_adapter.errors import InvalidRequest, MissingDependency
+from lm_adapter.errors import EncoderError, InvalidRequest, MissingDependency
 from lm_adapter.items import ClipItem, DigestItem, FramesItem, Grid, ImageItem, Item, PixelItem, UrlItem
 from lm_adapter.types import ModelInfo
 from vision_encoder.layout import keys as layout
@@ -120,6 +124,39 @@ def item_key(item: Item, model: ModelInfo, *, namespace: str = "") -> bytes:
     )
 
 
+def lacks_digest(item: Item, max_bytes: float = math.inf) -> TypeGuard[ImageItem | ClipItem]:
+    """Whether ``with_digests`` adds one: to files of at most max_bytes that are ``bytes``, because others can
+    change before they are sent. The service hashes everything else."""
+    return (
+        isinstance(item, ImageItem | ClipItem)
+        and not item.digest
+        and isinstance(item.data, bytes)
+        and len(item.data) <= max_bytes
+        and can_hash()
+    )
+
+
+def with_digests(items: Sequence[Item], max_bytes: float = math.inf) -> list[Item]:
+    """The items, with BLAKE3 digests of their files."""
+    return [
+        dataclasses.replace(item, digest=content_digest(item.data)) if lacks_digest(item, max_bytes) else item
+        for item in items
+    ]
+
+
+def known_keys(items: Sequence[Item], models: Sequence[ModelInfo], namespace: str) -> dict[int, bytes]:
+    """Keys of the items that have a digest, by index. models: that may encode them; only a single one has
+    keys."""
+    keys: dict[int, bytes] = {}
+    for index, item in enumerate(items if len(models) == 1 else ()):
+        if item.digest:
+            # An item that has no key is sent, and the service's failure states what is wrong with it.
+            with contextlib.suppress(EncoderError):
+                keys[index] = item_key(item, models[0], namespace=namespace)
+    return keys
+
+
+@functools.cache
 def can_hash() -> bool:
     """Whether ``blake3`` is installed. Does not import it."""
     try:

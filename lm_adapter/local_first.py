@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar, Unpack
 
 from lm_adapter.channel import FLEET_OPTIONS
+from lm_adapter.checks import check_routes
 from lm_adapter.client import AsyncVisionEncoderClient
 from lm_adapter.errors import (
     CallFailed,
@@ -23,8 +24,8 @@ from lm_adapter.errors import (
 )
 from lm_adapter.items import Item
 from lm_adapter.keys import routing_digest
+from lm_adapter.options import ClientOptions
 from lm_adapter.shm.attachment import Transport
-from lm_adapter.sync import ClientOptions
 from lm_adapter.types import KeyStatus, Outcome, PrefetchStatus, ServerInfo
 
 LEAVING = frozenset(("DRAINING", "DEVICE_FAULT"))
@@ -47,7 +48,6 @@ class LocalFirstClient(AsyncVisionEncoderClient):
         local: Any = dict(options) | {"options": FLEET_OPTIONS | dict(options.get("options") or {})}
         # No retries here: an item that failed locally is retried once, at the gateway.
         super().__init__(target, repeats=False, **local)
-        self._needs_routes = True
         self._gateway = AsyncVisionEncoderClient(fallback_target, fleet=True, repeats=False, **both)
 
     async def close(self) -> None:
@@ -72,8 +72,8 @@ class LocalFirstClient(AsyncVisionEncoderClient):
                     return await first
             return await waiting[0]
         finally:
-            for one in waiting:
-                one.cancel()
+            for wait in waiting:
+                wait.cancel()
             await asyncio.gather(*waiting, return_exceptions=True)
 
     async def wait_transport(self, timeout_s: float | None = None) -> Transport:
@@ -94,6 +94,7 @@ class LocalFirstClient(AsyncVisionEncoderClient):
         timeout_s: float | None = None,
         stream: Any = None,
     ) -> list[Outcome]:
+        check_routes(keys, routing_digests, is_routed=True)
         return await self._ask_both(
             super().fetch, self._gateway.fetch, keys, timeout_s, routing_digests, stream=stream
         )
@@ -119,6 +120,7 @@ class LocalFirstClient(AsyncVisionEncoderClient):
         routing_digests: Sequence[bytes] = (),
         timeout_s: float | None = None,
     ) -> list[KeyStatus]:
+        check_routes(keys, routing_digests, is_routed=True)
         return await self._ask_both(super().lookup, self._gateway.lookup, keys, timeout_s, routing_digests)
 
     async def _ask_both(
@@ -144,11 +146,13 @@ class LocalFirstClient(AsyncVisionEncoderClient):
             for index in missing:
                 results.pop(index, None)
             by_item = {name: [values[index] for index in missing] for name, values in by_item.items()}
-            asked, left_s = [items[index] for index in missing], max(MIN_LEFT_S, deadline.left_s)
+            entries, left_s = [items[index] for index in missing], max(MIN_LEFT_S, deadline.left_s)
             try:
-                answers = await gateway(asked, timeout_s=left_s, **by_item, **options)
+                answers = await gateway(entries, timeout_s=left_s, **by_item, **options)
             except CallFailed as error:
-                error.completed = results | {missing[index]: one for index, one in error.completed.items()}
+                error.completed = results | {
+                    missing[index]: outcome for index, outcome in error.completed.items()
+                }
                 raise
             results.update(zip(missing, answers, strict=True))
         return [results[index] for index in range(len(items))]

@@ -8,43 +8,23 @@ from __future__ import annotations
 import asyncio
 import functools
 import threading
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import CancelledError, Future
-from typing import TYPE_CHECKING, Any, Self, TypedDict, TypeVar, Unpack
+from typing import Any, Self, TypeVar, Unpack
 
-from lm_adapter.channel import ClientTls, FilePath
 from lm_adapter.client import AsyncVisionEncoderClient, rows_or_raise
 from lm_adapter.errors import CallCancelled, InvalidRequest, ItemFailed
 from lm_adapter.items import Item
+from lm_adapter.options import ClientOptions
 from lm_adapter.shm.attachment import Transport
 from lm_adapter.shm.mapping import current_stream
 from lm_adapter.types import EncodedRows, KeyStatus, Outcome, PrefetchStatus, ServerInfo
-
-if TYPE_CHECKING:
-    import torch
-
 
 CLOSE_TIMEOUT_S = 10.0
 CALLS_END_S = 1.0
 """Time that calls have to finish after their client is closed. The remaining ones are then cancelled."""
 
 ResultT = TypeVar("ResultT")
-
-
-class ClientOptions(TypedDict, total=False):
-    """The keyword arguments of ``AsyncVisionEncoderClient``, which documents them, except ``fleet``."""
-
-    namespace: str
-    model: str
-    timeout_s: float
-    transports: Sequence[str]
-    broker_path: str
-    token: str
-    token_file: FilePath
-    tls: ClientTls | None
-    max_rows_bytes: int
-    device: str | int | torch.device | None
-    options: Mapping[str, int | str] | None
 
 
 class VisionEncoderClient:
@@ -148,10 +128,9 @@ class VisionEncoderClient:
     def prefetch(
         self, items: Sequence[Item], *, timeout_s: float | None = None, until_encoded: bool = False
     ) -> list[PrefetchStatus | ItemFailed]:
-        prefetch = functools.partial(
-            self._client.prefetch, items, timeout_s=timeout_s, until_encoded=until_encoded
+        return self._run(
+            lambda: self._client.prefetch(items, timeout_s=timeout_s, until_encoded=until_encoded)
         )
-        return self._run(prefetch)
 
     def lookup(
         self,
@@ -160,19 +139,18 @@ class VisionEncoderClient:
         routing_digests: Sequence[bytes] = (),
         timeout_s: float | None = None,
     ) -> list[KeyStatus]:
-        lookup = functools.partial(
-            self._client.lookup, keys, routing_digests=routing_digests, timeout_s=timeout_s
+        return self._run(
+            lambda: self._client.lookup(keys, routing_digests=routing_digests, timeout_s=timeout_s)
         )
-        return self._run(lookup)
 
     def _rows(
-        self, wanted: Sequence[Item | bytes], start: Callable[..., Coroutine[Any, Any, list[Outcome]]]
+        self, entries: Sequence[Item | bytes], start: Callable[..., Coroutine[Any, Any, list[Outcome]]]
     ) -> list[Outcome]:
         """Reads the rows on this thread if all of them are resident in shared memory, else starts a call."""
         self._client.note_device()
         stream = current_stream()
-        found = self._client.read_resident(wanted, stream)
-        return self._run(lambda: start(stream=stream)) if found is None else found
+        rows = self._client.read_resident(entries, stream)
+        return self._run(lambda: start(stream=stream)) if rows is None else rows
 
     def _run(self, start: Callable[[], Coroutine[Any, Any, ResultT]]) -> ResultT:
         """Runs a call on the loop's thread. If the caller is interrupted, the call is cancelled."""

@@ -193,11 +193,11 @@ class ServerInfo:
 
     def model(self, name: str = "") -> ModelInfo:
         """The model of this name; with an empty name the server's only one. Raises InvalidRequest."""
-        found = [model for model in self.models if not name or model.name == name]
-        if len(found) != 1:
+        matches = [model for model in self.models if not name or model.name == name]
+        if len(matches) != 1:
             served = ", ".join(model.name for model in self.models) or "none"
-            raise InvalidRequest(f"model {name!r} names {len(found)} models, needs 1; served: {served}")
-        return found[0]
+            raise InvalidRequest(f"model {name!r} names {len(matches)} models, needs 1; served: {served}")
+        return matches[0]
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -20,15 +19,17 @@ import numpy.typing as npt
 
 from lm_adapter.errors import BrokerError, EncoderError, InvalidRequest, MappingFailed
 from lm_adapter.shm import mapping
-from lm_adapter.shm.broker import BrokerConnection
 from lm_adapter.shm.reader import MappedArena
 from lm_adapter.types import ServerInfo, TransportInfo
 from vision_encoder.layout.directory import Record
+from vision_encoder.layout.host import host_id
 from vision_encoder.v1 import broker_pb2
 from vision_encoder.v1 import encoder_pb2 as pb
 
 if TYPE_CHECKING:
     import torch
+
+    from lm_adapter.shm.broker import BrokerConnection
 
 
 TRANSPORTS = ("device", "host", "inline")
@@ -40,7 +41,6 @@ _DELIVERIES: dict[str, pb.Delivery.ValueType] = {"device": pb.DELIVERY_DEVICE, "
 _KINDS = {"device": broker_pb2.ARENA_KIND_DEVICE, "host": broker_pb2.ARENA_KIND_HOST}
 # Conservative estimates: host memory to new pages; device memory over NVLink, including the launch.
 _COPY_BYTES_PER_S = {"device": 200e9, "host": 8e9}
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 _log = logging.getLogger(__name__)
 
@@ -240,6 +240,8 @@ class SharedMemory:
 
     def _attach_kind(self, name: str) -> tuple[BrokerConnection, AttachedMemory]:
         """Connects to the broker and maps all arenas of one kind. Raises EncoderError."""
+        from lm_adapter.shm.broker import BrokerConnection  # a client without shared memory does not need it
+
         info = self._info
         assert info is not None
         announced = _announced(info, name)
@@ -305,23 +307,21 @@ def check_transports(transports: Sequence[str], broker_path: str) -> tuple[str, 
     return tuple(transports)
 
 
-def host_id() -> str:
-    """The kernel's boot id, which is equal in all containers of a host. Empty if it cannot be read."""
-    try:
-        return _BOOT_ID.read_text().strip()
-    except OSError:
-        return ""
-
-
 def _announced(info: ServerInfo, name: str) -> TransportInfo:
     """The server's announcement of this kind of memory. Raises BrokerError if the server does not offer it or
     is on another host."""
-    found = next((each for each in info.transports if each.delivery == name), None)
+    found = next((transport for transport in info.transports if transport.delivery == name), None)
     if found is None:
         raise BrokerError("the server does not offer it", retryable=False)
-    if found.host_id != host_id():
+    try:
+        own_id = host_id()
+    except OSError as error:
         raise BrokerError(
-            f"the server is on host {found.host_id!r}, this process on {host_id()!r}", retryable=False
+            f"the id of this process's host cannot be read: {error}", retryable=False
+        ) from error
+    if found.host_id != own_id:
+        raise BrokerError(
+            f"the server is on host {found.host_id!r}, this process on {own_id!r}", retryable=False
         )
     return found
 

@@ -17,7 +17,6 @@ import numpy as np
 import numpy.typing as npt
 
 from lm_adapter.errors import MappingFailed
-from lm_adapter.shm.broker import Attachment
 from lm_adapter.shm.mapping import HostMemory, map_words
 from vision_encoder.layout import control_page, directory
 from vision_encoder.layout.control_page import (
@@ -33,6 +32,7 @@ from vision_encoder.v1 import broker_pb2
 if TYPE_CHECKING:
     import torch
 
+    from lm_adapter.shm.broker import Attachment
     from lm_adapter.shm.device import DeviceMemory
 
 

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-import lm_adapter.client as client_module
+import lm_adapter.resident as resident_module
 from lm_adapter import (
     AsyncVisionEncoderClient,
     EncodedRows,
@@ -56,19 +56,19 @@ def late_reads(late_s: float) -> Iterator[None]:
     """Every copy begins up to late_s after its place became known, and short ones too on a thread, so that
     one that waits holds up no other."""
     read: Callable[..., Any] = MappedArena.read
-    bound_s = client_module.MAX_LOOP_COPY_S
+    bound_s = resident_module.MAX_LOOP_COPY_S
 
     def late(self: MappedArena, *arguments: Any, **keywords: Any) -> Any:
         time.sleep(random.uniform(0, late_s))
         return read(self, *arguments, **keywords)
 
     setattr(MappedArena, "read", late)  # noqa: B010
-    client_module.MAX_LOOP_COPY_S = 0
+    resident_module.MAX_LOOP_COPY_S = 0
     try:
         yield
     finally:
         setattr(MappedArena, "read", read)  # noqa: B010
-        client_module.MAX_LOOP_COPY_S = bound_s
+        resident_module.MAX_LOOP_COPY_S = bound_s
 
 
 def digest_of(rows: EncodedRows) -> str:

@@ -9,10 +9,13 @@ import pytest
 import encoder_service
 import lm_adapter
 from encoder_service.rpc import convert as service_convert
-from lm_adapter import client, convert, errors, items, keys, testing, types
+from lm_adapter import calls, convert, errors, items, keys, testing, types
 from vision_encoder.v1 import encoder_pb2 as pb
 
-INTERNAL = {"upcast_bfloat16", "from_rpc_error", "BrokerError", "MappingFailed"}
+INTERNAL = {
+    *("upcast_bfloat16", "from_rpc_error", "BrokerError", "MappingFailed"),
+    *("known_keys", "lacks_digest", "with_digests"),
+}
 
 
 @pytest.mark.parametrize(
@@ -30,8 +33,8 @@ def test_what_is_public_is_exported_and_there(module: ModuleType, exporter: Modu
 
 
 def test_p35_both_sides_speak_a_common_protocol_version() -> None:
-    assert client.MIN_PROTOCOL_VERSION <= service_convert.PROTOCOL_VERSION
-    assert service_convert.MIN_PROTOCOL_VERSION <= client.PROTOCOL_VERSION
+    assert calls.MIN_PROTOCOL_VERSION <= service_convert.PROTOCOL_VERSION
+    assert service_convert.MIN_PROTOCOL_VERSION <= calls.PROTOCOL_VERSION
 
 
 def test_both_sides_have_one_version() -> None:

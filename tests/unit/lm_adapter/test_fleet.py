@@ -30,10 +30,11 @@ from lm_adapter import (
     VisionEncoderClient,
     keys,
 )
-from lm_adapter.client import MAX_PAUSE_S
 from lm_adapter.local_first import LocalFirstClient
+from lm_adapter.routing import MAX_PAUSE_S
 from lm_adapter.testing import FakeEncoder, Fault
 from tests.unit.lm_adapter.client_drivers import AsyncDriver, Driver, Open, SyncDriver, opener
+from tests.unit.lm_adapter.interpreter import output_of
 from tests.unit.lm_adapter.test_client import assert_rows_of, digest_of, image
 from tests.waiting import wait_until
 from vision_encoder.layout.keys import ROUTING_KEY
@@ -93,24 +94,22 @@ def test_items_are_asked_for_at_once(fake: FakeEncoder, driver: Driver) -> None:
     assert all(isinstance(outcome, EncodedRows) for outcome in outcomes)
 
 
-def test_p48_the_header_is_no_identity_without_blake3(
-    fake: FakeEncoder, driver: Driver, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_p48_the_header_is_no_identity_without_blake3(fake: FakeEncoder) -> None:
     """SHA-256 routes, and no digest is sent: the service computes the one that enters the key."""
     data = b"\xff\xd8\xff a file of a caller without blake3"
-    expected = keys.content_digest(data)
-
-    def missing(_item: object) -> bytes:
-        raise keys.MissingDependency("blake3", "hashing content")
-
-    monkeypatch.setattr(driver.client._client, "_hashes", False)
-    monkeypatch.setattr("lm_adapter.keys.item_digest", missing)
-    (announced,) = driver.call("prefetch", [ImageItem(data)])
+    code = f"""
+import sys
+sys.modules["blake3"] = None  # not installed
+from lm_adapter import ImageItem, VisionEncoderClient
+with VisionEncoderClient({fake.target!r}, fleet=True, timeout_s=20) as client:
+    (status,) = client.prefetch([ImageItem({data!r})])
+print(status.content_digest.hex(), status.routing_digest.hex())
+"""
+    sha256 = hashlib.sha256(data).hexdigest()
+    assert output_of(code).split() == [keys.content_digest(data).hex(), sha256]
     (call,) = [call for call in fake.calls if call.method == "Prefetch"]
-    assert call.metadata[ROUTING_KEY] == hashlib.sha256(data).hexdigest()
+    assert call.metadata[ROUTING_KEY] == sha256
     assert not call.request.items[0].content_digest
-    assert announced.content_digest == expected
-    assert announced.routing_digest == hashlib.sha256(data).digest()
 
 
 def test_a_url_is_routed_by_its_string_unless_it_has_a_digest() -> None:
@@ -160,8 +159,8 @@ def test_p33_a_malformed_item_fails_alone(driver: Driver, method: str, bad: Item
 def test_an_item_that_gateways_cannot_repeat_waits_until_all_have_left_out_its_replica(
     fake: FakeEncoder, driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lm_adapter.client.GATEWAY_BUFFER_BYTES", 1000)
-    monkeypatch.setattr("lm_adapter.client.LARGE_PAUSE_S", 5.0)
+    monkeypatch.setattr("lm_adapter.routing.GATEWAY_BUFFER_BYTES", 1000)
+    monkeypatch.setattr("lm_adapter.routing.LARGE_PAUSE_S", 5.0)
     driver.call("info")
     fake.script.call_failures["Encode"] = (grpc.StatusCode.UNAVAILABLE, DRAINING)
     for num_calls, num_bytes in ((2, 1001), (4, 100)):
@@ -174,7 +173,7 @@ def test_an_item_that_gateways_cannot_repeat_waits_until_all_have_left_out_its_r
 def test_a_repeat_does_not_outlast_the_deadline(
     fake: FakeEncoder, driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lm_adapter.client.MIN_PAUSE_S", MAX_PAUSE_S)
+    monkeypatch.setattr("lm_adapter.routing.MIN_PAUSE_S", MAX_PAUSE_S)
     driver.call("info")
     fake.stop()
     started_s = time.monotonic()
@@ -187,7 +186,7 @@ def test_information_of_a_fleet_is_asked_for_again_when_it_is_old(
     fake: FakeEncoder, driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     driver.call("encode_one", image(0))
-    monkeypatch.setattr("lm_adapter.client.FLEET_INFO_S", 0.0)
+    monkeypatch.setattr("lm_adapter.routing.FLEET_INFO_S", 0.0)
     driver.call("encode_one", image(1))
     assert fake.num_calls["GetServerInfo"] == 2
     fake.script.call_failures["GetServerInfo"] = (grpc.StatusCode.UNAVAILABLE, DRAINING)
