@@ -44,6 +44,7 @@ from encoder_service.ops.shares import Holder, Shares
 from encoder_service.store.arena import Arena
 from vision_encoder.layout import LAYOUT_VERSION
 from vision_encoder.layout.frames import FrameError, FrameReader, encode_frame
+from vision_encoder.layout.host import host_id
 from vision_encoder.v1 import broker_pb2 as pb
 
 log = structlog.get_logger(__name__)
@@ -119,11 +120,6 @@ def broker_options(settings: Settings, instance_id: str) -> BrokerOptions:
         allowed_uids=frozenset(settings.broker_allowed_uids) or None,
         limits=BrokerLimits.within(resource.getrlimit(resource.RLIMIT_NOFILE)[0]),
     )
-
-
-def host_id() -> str:
-    """The kernel's boot id: equal for all processes on one running kernel, in any container."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 class _ClientEnded(Exception):

@@ -36,6 +36,7 @@ from encoder_service.types import (
     PixelValues,
     PreprocessOptions,
 )
+from vision_encoder.layout.varint import encode_varint
 from vision_encoder.v1 import encoder_pb2 as pb
 
 PROTOCOL_VERSION = 1
@@ -252,24 +253,15 @@ def chunk_event(index: int, offset_bytes: int, data: memoryview) -> bytes:
     """The wire form of ``ItemEvent{item_index, chunk{offset_bytes, data}}``: field tags and lengths as the
     protobuf encoding defines them (protobuf.dev/programming-guides/encoding), followed by the bytes. Scalars
     that are zero are left out, as in proto3."""
-    inner = b"" if offset_bytes == 0 else tag(1, 0) + varint(offset_bytes)
-    inner += tag(2, 2) + varint(len(data))
-    head = b"" if index == 0 else tag(1, 0) + varint(index)
-    head += tag(3, 2) + varint(len(inner) + len(data))
+    inner = b"" if offset_bytes == 0 else tag(1, 0) + encode_varint(offset_bytes)
+    inner += tag(2, 2) + encode_varint(len(data))
+    head = b"" if index == 0 else tag(1, 0) + encode_varint(index)
+    head += tag(3, 2) + encode_varint(len(inner) + len(data))
     return b"".join((head, inner, data))
 
 
 def tag(field: int, wire_type: int) -> bytes:
-    return varint(field << 3 | wire_type)
-
-
-def varint(value: int) -> bytes:
-    out = bytearray()
-    while value > 0x7F:
-        out.append(value & 0x7F | 0x80)
-        value >>= 7
-    out.append(value)
-    return bytes(out)
+    return encode_varint(field << 3 | wire_type)
 
 
 def serialize_event(event: Message | bytes) -> bytes:

@@ -13,6 +13,7 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import DecodeError, Message
 
 from encoder_service.errors import InvalidRequest
+from vision_encoder.layout.varint import read_varint
 
 Request = TypeVar("Request", bound=Message)
 
@@ -42,7 +43,7 @@ def num_parts(data: bytes, request_type: type[Message], max_parts: int = MAX_PAR
     than MAX_FIELDS fields at the top, and for bytes that are no message."""
     try:
         return _walk(data, request_type.DESCRIPTOR, max_parts)
-    except (DecodeError, IndexError):
+    except (DecodeError, IndexError, ValueError):
         raise not_a_message(data, request_type.DESCRIPTOR.full_name) from None
 
 
@@ -93,7 +94,7 @@ def _walk(data: bytes, descriptor: Any, max_parts: int) -> int:
         tag = data[position]
         position += 1
         if tag >= _MORE:
-            tag, position = _varint(data, position - 1)
+            tag, position = read_varint(data, position - 1)
         found += 1
         if not outer:
             num_fields += 1
@@ -106,7 +107,7 @@ def _walk(data: bytes, descriptor: Any, max_parts: int) -> int:
             length = data[position]
             position += 1
             if length >= _MORE:
-                length, position = _varint(data, position - 1)
+                length, position = read_varint(data, position - 1)
             stop = position + length
             if stop > end:
                 raise DecodeError("a field is longer than its message")
@@ -122,7 +123,7 @@ def _walk(data: bytes, descriptor: Any, max_parts: int) -> int:
         elif kind == _VARINT:
             position += 1
             if data[position - 1] >= _MORE:
-                _, position = _varint(data, position - 1)
+                _, position = read_varint(data, position - 1)
         elif kind in (_I64, _I32):
             position += 8 if kind == _I64 else 4
         else:
@@ -137,15 +138,3 @@ def _num_varints(data: bytes, position: int, length: int, max_parts: int) -> int
     if length > 10 * max_parts:  # each has at most ten bytes
         return length // 10
     return len(data[position : position + length].translate(None, _NOT_LAST))
-
-
-def _varint(data: bytes, position: int) -> tuple[int, int]:
-    """The number at a position, and the position behind it."""
-    value = 0
-    for shift in range(0, 70, 7):
-        byte = data[position]
-        position += 1
-        value |= (byte & 0x7F) << shift
-        if byte < _MORE:
-            return value, position
-    raise DecodeError("a number has more than ten bytes")

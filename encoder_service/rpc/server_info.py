@@ -8,12 +8,12 @@ from collections.abc import Mapping
 import torch
 
 from encoder_service import __version__
-from encoder_service.broker import host_id
 from encoder_service.config import Settings
 from encoder_service.ingest.pixel_segments import PixelSegments
 from encoder_service.pipeline import ServedModel
 from encoder_service.rpc import convert
 from encoder_service.store.embedding_store import EmbeddingStore
+from vision_encoder.layout.host import host_id
 from vision_encoder.v1 import encoder_pb2 as pb
 
 

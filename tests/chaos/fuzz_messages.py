@@ -14,6 +14,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from tests.chaos.fuzz_images import bad_image, flip, good_images, truncate
+from vision_encoder.layout.varint import encode_varint
 from vision_encoder.v1 import encoder_pb2 as pb
 
 PATCH_DIM = 1536
@@ -177,25 +178,19 @@ def wire(rng: random.Random) -> Call:
     return Call("wire", base.method, data)
 
 
-def varint(value: int) -> bytes:
-    out = bytearray()
-    while value > 0x7F:
-        out.append(value & 0x7F | 0x80)
-        value >>= 7
-    return bytes((*out, value))
-
-
 def unknown_field(rng: random.Random, data: bytes) -> bytes:
     number, kind = rng.choice((15, 100, 19000, (1 << 29) - 1)), rng.choice((VARINT, FIXED64, BYTES, FIXED32))
-    body = {VARINT: varint(rng.choice(INTEGERS)), FIXED64: bytes(8), FIXED32: bytes(4)}.get(
-        kind, varint(3) + b"abc"
+    body = {VARINT: encode_varint(rng.choice(INTEGERS)), FIXED64: bytes(8), FIXED32: bytes(4)}.get(
+        kind, encode_varint(3) + b"abc"
     )
-    return data + varint(number << 3 | kind) + body
+    return data + encode_varint(number << 3 | kind) + body
 
 
 def wrong_type(rng: random.Random, data: bytes) -> bytes:
     """A known field number under another wire type, groups and reserved types included."""
-    return data + varint(rng.randint(1, 12) << 3 | rng.randrange(8)) + rng.randbytes(rng.randint(0, 12))
+    return (
+        data + encode_varint(rng.randint(1, 12) << 3 | rng.randrange(8)) + rng.randbytes(rng.randint(0, 12))
+    )
 
 
 def nested(rng: random.Random, data: bytes) -> bytes:

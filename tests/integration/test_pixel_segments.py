@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from encoder_service.broker import host_id
 from encoder_service.ingest import pixel_segments
 from tests.integration.conftest import RunningService, connected, running
 from tests.integration.held import wait_until_free
+from vision_encoder.layout.host import host_id
 from vision_encoder.v1 import encoder_pb2 as pb
 
 PREFIX = "gateway-"

@@ -38,6 +38,7 @@ from encoder_service.errors import InvalidDigest, InvalidRequest, UnsupportedCon
 from encoder_service.ops.http_server import read_body
 from encoder_service.ops.logs import REQUEST_ID_KEY, bind_request, request_id_of
 from encoder_service.ops.metrics import Metrics
+from encoder_service.ops.shares import Holder
 from encoder_service.own_thread import on_own_thread
 from encoder_service.pipeline import EncodeResult, Pipeline, holder_of
 from encoder_service.protocols.base import Backend
@@ -248,7 +249,9 @@ class SglangServer:
                     "/scheduler_receive_url",
                     # Without a place: the encodes that have them all may wait for this.
                     self._answering(
-                        "sglang/scheduler_receive_url", self._add_receiver, contextlib.nullcontext
+                        "sglang/scheduler_receive_url",
+                        self._add_receiver,
+                        lambda _: contextlib.nullcontext(),
                     ),
                     methods=["POST"],
                 ),
@@ -299,17 +302,18 @@ class SglangServer:
         self,
         method: str,
         work: Callable[[Call, Request, Mapping[str, object], Permit], Awaitable[None]],
-        place: Callable[[], contextlib.AbstractContextManager[None]],
+        place: Callable[[Holder], contextlib.AbstractContextManager[None]],
     ) -> Callable[[Request], Awaitable[Response]]:
         """The handler of a request whose answer is ``null``, or what ``work`` raises as a status and the
-        object that SGLang reads. Work ends when the caller hangs up. place: held until the end; raises
-        TooManyCalls."""
+        object that SGLang reads. Work ends when the caller hangs up. place: held until the end, in
+        the share of the caller's address; raises TooManyCalls."""
 
         async def answer(request: Request) -> Response:
             call, status = Call(method, ""), "CANCELLED"
             try:
-                with place():
-                    permit = self._admission.acquire(0)
+                holder = (f"peer {'' if request.client is None else request.client.host}",)
+                with place(holder):
+                    permit = self._admission.acquire(0, holder)
                     try:
                         body = await self._read(request, permit)
                         call.request_id = str(body.get("req_id", ""))[:MAX_REQ_ID_CHARS]

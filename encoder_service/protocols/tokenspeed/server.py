@@ -25,7 +25,6 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from encoder_service.broker import host_id
 from encoder_service.config import Settings
 from encoder_service.errors import (
     GridMismatch,
@@ -53,6 +52,7 @@ from encoder_service.rpc.server import GrpcServer
 from encoder_service.scheduler.admission import Admission, UnreadBytes
 from encoder_service.towers.tower import Tower
 from encoder_service.types import Grid, Item, Modality, PixelValues
+from vision_encoder.layout.host import host_id
 from vision_encoder.tokenspeed import common_pb2 as common
 from vision_encoder.tokenspeed import tokenspeed_encoder_pb2 as encoder
 from vision_encoder.tokenspeed import tokenspeed_scheduler_pb2 as scheduler

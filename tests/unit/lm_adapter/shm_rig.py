@@ -18,10 +18,10 @@ import torch
 from encoder_service.store import arena
 from encoder_service.store.host_memory import HostMemory
 from encoder_service.types import EncodedItem, Grid
-from lm_adapter.shm.attachment import host_id
 from lm_adapter.testing import FakeEncoder
 from vision_encoder.layout import LAYOUT_VERSION, control_page, directory
 from vision_encoder.layout.frames import FrameReader, encode_frame
+from vision_encoder.layout.host import host_id
 from vision_encoder.v1 import broker_pb2
 from vision_encoder.v1 import encoder_pb2 as pb
 

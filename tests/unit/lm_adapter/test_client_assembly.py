@@ -12,13 +12,14 @@ from google.protobuf.message import DecodeError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from encoder_service.rpc.convert import chunk_event, varint
+from encoder_service.rpc.convert import chunk_event
 from lm_adapter.assembly import Assembler, PlacedRows, prepare_items, read_chunk
 from lm_adapter.convert import dtype_number
 from lm_adapter.errors import InvalidRows, ItemFailed, StreamViolation, TruncatedStream
 from lm_adapter.items import DigestItem, Grid, ImageItem, Item, PixelItem, PreprocessOptions, UrlItem
 from lm_adapter.testing import fake_model, fake_rows
 from lm_adapter.types import EncodedRows, Limits, ModelInfo
+from vision_encoder.layout.varint import encode_varint
 from vision_encoder.v1 import encoder_pb2 as pb
 
 MODEL = fake_model("qwen3_vl", out_width=4)
@@ -302,7 +303,7 @@ def parsed(message: bytes) -> tuple[int, int, bytes] | None:
     return (event.item_index, event.chunk.offset_bytes, event.chunk.data) if event.HasField("chunk") else None
 
 
-VARINTS = st.integers(0, 2**64 - 1).map(varint) | st.binary(max_size=11)
+VARINTS = st.integers(0, 2**64 - 1).map(encode_varint) | st.binary(max_size=11)
 PIECES = st.sampled_from([b"\x08", b"\x1a", b"\x12", b"\x10", b"\x0a"]) | VARINTS
 
 

@@ -30,12 +30,12 @@ from lm_adapter import (
     TruncatedStream,
     VisionEncoderClient,
 )
-from lm_adapter.shm.attachment import host_id
 from lm_adapter.testing import FakeEncoder, Fault, fake_model
 from lm_adapter.types import Limits
 from tests.unit.lm_adapter.client_drivers import Open, SyncDriver, opener
 from tests.unit.lm_adapter.test_client import assert_rows_of, digest_of, image
 from tests.waiting import wait_until
+from vision_encoder.layout.host import host_id
 from vision_encoder.v1 import encoder_pb2 as pb
 
 ROOT = Path(__file__).parents[3]

@@ -12,20 +12,13 @@ from hypothesis import strategies as st
 
 from encoder_service.errors import InvalidRequest
 from encoder_service.rpc.messages import MAX_FIELDS, MAX_PARTS, check_parts, num_parts, parsed
+from vision_encoder.layout.varint import encode_varint
 from vision_encoder.tokenspeed import tokenspeed_encoder_pb2 as tokenspeed
 from vision_encoder.v1 import encoder_pb2 as pb
 
 
-def varint(value: int) -> bytes:
-    out = bytearray()
-    while value >= 0x80:
-        out.append(value & 0x7F | 0x80)
-        value >>= 7
-    return bytes((*out, value))
-
-
 def field(number: int, data: bytes) -> bytes:
-    return varint(number << 3 | 2) + varint(len(data)) + data
+    return encode_varint(number << 3 | 2) + encode_varint(len(data)) + data
 
 
 def shape(numbers: bytes) -> bytes:
@@ -75,7 +68,7 @@ def test_p67_fields_at_the_top_have_a_bound(empty: bytes) -> None:
 @pytest.mark.parametrize("kind", [3, 4, 6, 7])
 @pytest.mark.parametrize("depth", [0, 1, 3])
 def test_p67_groups_and_unknown_kinds_are_refused_everywhere(kind: int, depth: int) -> None:
-    data = varint(99 << 3 | kind)
+    data = encode_varint(99 << 3 | kind)
     for number in (2, 6, 1)[3 - depth :]:
         data = field(number, data)
     with pytest.raises(InvalidRequest, match="are no vision_encoder"):

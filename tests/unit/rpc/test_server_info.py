@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from encoder_service import app
-from encoder_service.broker import host_id
 from encoder_service.checkpoints.synthetic import make_checkpoint
 from encoder_service.config import Settings, parse_settings
 from encoder_service.ingest.pixel_segments import PixelSegments
 from encoder_service.rpc.server_info import server_info
 from encoder_service.store.embedding_store import open_store
 from lm_adapter import convert
+from vision_encoder.layout.host import host_id
 from vision_encoder.v1 import encoder_pb2 as pb
 
 
