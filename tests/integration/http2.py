@@ -47,7 +47,11 @@ class Connection:
         host, _, port = target.rpartition(":")
         self.socket = socket.create_connection((host, int(port)), timeout=30, source_address=(source, 0))
         settings = b"" if window is None else struct.pack(">HI", INITIAL_WINDOW_SIZE, window)
-        self.socket.sendall(PREFACE + frame(SETTINGS, 0, 0, settings))
+        try:
+            self.socket.sendall(PREFACE + frame(SETTINGS, 0, 0, settings))
+        except OSError:
+            self.socket.close()
+            raise
         self._reading = threading.Thread(target=self._read, daemon=True)
         self._reading.start()
 

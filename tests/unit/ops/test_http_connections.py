@@ -163,15 +163,15 @@ async def test_p69_one_address_leaves_connections_to_others() -> None:
 
 async def test_more_requests_than_their_share_of_the_connections_are_answered_503() -> None:
     async with serving(8) as server:
-        started = [await connected(server) for _ in range(5)]
+        started = [await connected(server) for _ in range(6)]
         for _, writer in started:
             writer.write(UPLOAD)
         refused = await read_all(started[-1][0])
         assert refused.startswith(b"HTTP/1.1 503")
-        assert b"4 requests are in progress, 4 of them from this address; at most 6 may be" in refused
+        assert b"5 requests are in progress, 5 of them from this address; at most 6 may be" in refused
         for _, writer in started:
             writer.write(b"123456789")
-        for reader, writer in started[:4]:
+        for reader, writer in started[:5]:
             assert b"answered" in await reader.readuntil(b"answered")
             writer.close()
         started[-1][1].close()
