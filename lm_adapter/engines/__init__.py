@@ -1,7 +1,7 @@
-"""Integration of language-model engines, one module per engine. Importing this package imports none of them.
+"""Integration of language-model engines, one package per engine. Importing this package imports none of them.
 
-An engine makes five calls, in this order. ``hf_driver`` makes calls 2 to 5; README shows the first, and
-``docs/positions.md`` explains the others. ``hf_checkpoint.vision_interface`` reads the checkpoint's ids and
+An engine makes five calls, in this order. ``hf.driver`` makes calls 2 to 5; README shows the first, and
+``docs/positions.md`` explains the others. ``hf.checkpoint.vision_interface`` reads the checkpoint's ids and
 sizes.
 
 1. ``client.encode(items)``, or ``fetch(keys)`` where another process sent the items: returns rows and grids.

@@ -21,9 +21,9 @@ DEVICE_CODE = (
 ENGINE_CODE = (
     "lm_adapter.engines.sglang.models",
     "lm_adapter.engines.sglang.processors",
-    "lm_adapter.engines.vllm.frontend",
-    "lm_adapter.engines.vllm.kimi",
-    "lm_adapter.engines.vllm.processing",
+    "lm_adapter.engines.vllm.api_server.frontend",
+    "lm_adapter.engines.vllm.api_server.kimi",
+    "lm_adapter.engines.vllm.api_server.processing",
 )
 """Subclasses of an engine's classes. The engine imports them."""
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from lm_adapter.engines.plugin.geometry import Geometry
+from lm_adapter.engines.shared.geometry import Geometry
 from lm_adapter.engines.vllm import models
 from lm_adapter.engines.vllm.models import ARCHITECTURES, check_model
 from lm_adapter.engines.vllm.settings import CONNECTOR, MODULE, Settings, mark
@@ -153,7 +153,7 @@ def test_sizes_of_clips_are_those_of_the_start(
     options: dict[str, Any] | None, sizes: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM's processor, which has a request's own, comes after the encoder was asked."""
-    from lm_adapter.engines.vllm import frontend
+    from lm_adapter.engines.vllm.api_server import frontend
 
     monkeypatch.delenv("VLLM_MEDIA_CONNECTOR", raising=False)
     monkeypatch.setattr(frontend, "_configured", None)
@@ -168,7 +168,7 @@ def test_threads_that_read_the_first_media_at_once_share_one_event_loop(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """gRPC does not work on two event loops of one process."""
-    from lm_adapter.engines.vllm import frontend
+    from lm_adapter.engines.vllm.api_server import frontend
 
     num_threads = 8
     together = threading.Barrier(num_threads)
@@ -216,7 +216,7 @@ def test_without_the_connector_all_is_vllms_own(monkeypatch: pytest.MonkeyPatch)
     from vllm.model_executor.models import qwen3_vl
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
-    from lm_adapter.engines.vllm.processing import qwen_factories
+    from lm_adapter.engines.vllm.api_server.processing import qwen_factories
 
     monkeypatch.delenv("VLLM_MEDIA_CONNECTOR", raising=False)
     found = config(is_marked=False)

@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 import pytest
 
-from lm_adapter.engines.plugin.reasons import MAX_MESSAGE_CHARS, MAX_REASON_CHARS
+from lm_adapter.engines.shared.reasons import MAX_MESSAGE_CHARS, MAX_REASON_CHARS
 from lm_adapter.engines.vllm.link import (
     LENGTH,
     MAX_FRAME_BYTES,
@@ -25,7 +25,7 @@ from lm_adapter.engines.vllm.link import (
     receive,
     send,
 )
-from lm_adapter.engines.vllm.ranks import RankReader
+from lm_adapter.engines.vllm.worker.ranks import RankReader
 from lm_adapter.errors import InvalidRequest, ItemFailed
 from lm_adapter.items import Grid
 from lm_adapter.testing import FakeEncoder, FakeScript, Fault, fake_model, fake_rows

@@ -1,7 +1,7 @@
 """Rows for a request: from files to checked rows, on a thread of its own.
 
 Owns what is asked of the encoder, how many bytes of rows are held at once, and what is refused. The thread,
-its retries and its time limits are ``engines.plugin.calls``. Imports neither SGLang nor torch; torch where
+its retries and its time limits are ``engines.shared.calls``. Imports neither SGLang nor torch; torch where
 rows go to a GPU.
 """
 
@@ -18,10 +18,10 @@ from concurrent.futures import Future
 from typing import Any
 
 from lm_adapter.client import AsyncVisionEncoderClient
-from lm_adapter.engines.plugin.calls import EncoderCalls
-from lm_adapter.engines.plugin.geometry import Geometry
-from lm_adapter.engines.plugin.images import ImageFile
 from lm_adapter.engines.sglang.settings import Settings
+from lm_adapter.engines.shared.calls import EncoderCalls
+from lm_adapter.engines.shared.geometry import Geometry
+from lm_adapter.engines.shared.images import ImageFile
 from lm_adapter.errors import DeadlineExceeded, EncoderError, InvalidRequest, InvalidRows
 from lm_adapter.items import Grid, ImageItem
 from lm_adapter.types import EncodedRows

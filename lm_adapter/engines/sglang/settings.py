@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from lm_adapter.engines.plugin import settings
+from lm_adapter.engines.shared import settings
 from lm_adapter.errors import InvalidRequest
 
 VARIABLE = "SGLANG_VISION_ENCODER"

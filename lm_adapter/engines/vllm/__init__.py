@@ -4,17 +4,20 @@ Owns the names that vLLM is given: the connector class for ``ec_connector_module
 this package's entry point registers. Both are imported on demand. ``docs/vllm.md`` has the command line. An
 image or a clip passes the modules in this order:
 
-- ``frontend``    in the API server: the file, undecoded (``plugin.images``, ``clips``), and the first
-                  ``Prefetch``
-- ``processing``  its grid and placeholders (``kimi`` for Kimi-K2.5), and its form in a request
-                  (``file_requests``)
-- ``scheduler``   in the engine: which requests wait for which rows; ``cache``, which vLLM has itself
-- ``ranks``       in each worker: rows are read and checked; ``link`` carries orders and reports between them
-- ``connector``   the methods by which vLLM calls both; ``plugin.calls`` is the thread that calls the encoder
-- ``failures``    why a request failed, back to the API server
+- ``api_server``  ``frontend``: the file, undecoded (``shared.images``, ``clips``), and the first
+                  ``Prefetch``; ``processing``: its grid and placeholders (``kimi`` for Kimi-K2.5)
+- ``scheduler``   ``tracker``: which requests wait for which rows; ``cache``: which rows vLLM has itself
+- ``worker``      ``ranks``: rows are read and checked
 
-``models`` has the model classes that run without a tower, ``plugin.geometry`` the rows that they take,
-``settings`` the settings.
+Each folder is one of vLLM's processes. The modules beside them are for several:
+
+- ``file_requests``  an image or a clip in a request, from the API server to the scheduler
+- ``link``           orders and reports between the scheduler and the workers
+- ``failures``       why a request failed, from the scheduler to the API server
+- ``connector``      the methods by which vLLM calls scheduler and workers; ``shared.calls`` is the thread
+                     that calls the encoder
+- ``models``         the model classes that run without a tower; ``shared.geometry``: the rows that they take
+- ``settings``       the settings
 """
 
 from __future__ import annotations

@@ -10,15 +10,15 @@ import logging
 import time
 from typing import Any
 
-from lm_adapter.engines.plugin.calls import EncoderCalls
-from lm_adapter.engines.plugin.geometry import Geometry
-from lm_adapter.engines.vllm import cache
+from lm_adapter.engines.shared.calls import EncoderCalls
+from lm_adapter.engines.shared.geometry import Geometry
 from lm_adapter.engines.vllm.failures import send_report
 from lm_adapter.engines.vllm.link import RankLink, StepRows
 from lm_adapter.engines.vllm.models import check_model
-from lm_adapter.engines.vllm.ranks import RankReader
-from lm_adapter.engines.vllm.scheduler import RequestTracker
+from lm_adapter.engines.vllm.scheduler import cache
+from lm_adapter.engines.vllm.scheduler.tracker import RequestTracker
 from lm_adapter.engines.vllm.settings import Settings
+from lm_adapter.engines.vllm.worker.ranks import RankReader
 from lm_adapter.errors import InvalidRequest
 
 logger = logging.getLogger("vllm.vision_encoder")

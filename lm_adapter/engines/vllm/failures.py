@@ -22,7 +22,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
-from lm_adapter.engines.plugin.reasons import message_of, status_of
+from lm_adapter.engines.shared.reasons import message_of, status_of
 from lm_adapter.errors import EncoderError
 
 logger = logging.getLogger("vllm.vision_encoder")

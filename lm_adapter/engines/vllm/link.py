@@ -18,7 +18,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from lm_adapter.engines.plugin.reasons import MAX_MESSAGE_CHARS, MAX_REASON_CHARS
+from lm_adapter.engines.shared.reasons import MAX_MESSAGE_CHARS, MAX_REASON_CHARS
 from lm_adapter.errors import EncoderError, ItemFailed
 from lm_adapter.items import Grid
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
-from lm_adapter.engines.plugin.geometry import GRID_FIELDS, Geometry
+from lm_adapter.engines.shared.geometry import GRID_FIELDS, Geometry
 from lm_adapter.engines.vllm.settings import has_connector, is_marked
 from lm_adapter.errors import InvalidRequest
 from lm_adapter.items import Grid
@@ -49,8 +49,8 @@ def register() -> None:
     if not supported(vllm.__version__):
         logger.warning("vLLM is %s, this plugin is for %sx: not registered", vllm.__version__, VLLM_SERIES)
         return
+    from lm_adapter.engines.vllm.api_server.frontend import hook_config, register_media
     from lm_adapter.engines.vllm.failures import answer_with_reasons
-    from lm_adapter.engines.vllm.frontend import hook_config, register_media
 
     for architecture in ARCHITECTURES:
         ModelRegistry.register_model(architecture, f"{__name__}:{architecture}")
@@ -104,7 +104,7 @@ def __getattr__(name: str) -> Any:
 def _build(architecture: str) -> type:
     module = ARCHITECTURES[architecture]
     if module == "kimi_k25":
-        from lm_adapter.engines.vllm.kimi import kimi_k25
+        from lm_adapter.engines.vllm.api_server.kimi import kimi_k25
 
         model = kimi_k25()
     else:
@@ -185,7 +185,7 @@ def _keep_deepstack(model: Any, vllm_config: Any, num_levels: int) -> None:
 def _qwen(theirs: Any, architecture: str) -> type:
     from vllm.multimodal import MULTIMODAL_REGISTRY
 
-    from lm_adapter.engines.vllm.processing import qwen_factories
+    from lm_adapter.engines.vllm.api_server.processing import qwen_factories
 
     parent = getattr(theirs, architecture.replace("ForConditionalGeneration", "ProcessingInfo"))
     processor, info, dummy_inputs = qwen_factories(parent)

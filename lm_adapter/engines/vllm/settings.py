@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from lm_adapter.engines.plugin import settings
+from lm_adapter.engines.shared import settings
 
 MODULE = "lm_adapter.engines.vllm"
 CONNECTOR = "VisionEncoderConnector"

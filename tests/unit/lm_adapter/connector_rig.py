@@ -17,14 +17,14 @@ from unittest import mock
 
 import torch
 
-from lm_adapter.engines.plugin.geometry import GRID_FIELDS, Geometry
+from lm_adapter.engines.shared.geometry import GRID_FIELDS, Geometry
 from lm_adapter.engines.vllm import connector as connector_module
 from lm_adapter.engines.vllm.connector import ConnectorMethods
 from lm_adapter.engines.vllm.failures import listening
 from lm_adapter.engines.vllm.file_requests import FileRequest
 from lm_adapter.engines.vllm.link import RankLink, StepRows
-from lm_adapter.engines.vllm.ranks import RankReader
-from lm_adapter.engines.vllm.scheduler import FILE_FIELD, RequestTracker
+from lm_adapter.engines.vllm.scheduler.tracker import FILE_FIELD, RequestTracker
+from lm_adapter.engines.vllm.worker.ranks import RankReader
 from lm_adapter.items import Grid
 from lm_adapter.keys import content_digest
 from tests.waiting import PATIENCE_S, wait_until

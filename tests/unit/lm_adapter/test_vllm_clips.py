@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from lm_adapter.engines.plugin.geometry import Geometry
-from lm_adapter.engines.plugin.reasons import status_of
-from lm_adapter.engines.vllm.clips import ClipFile, sampling_of
+from lm_adapter.engines.shared.geometry import Geometry
+from lm_adapter.engines.shared.reasons import status_of
+from lm_adapter.engines.vllm.api_server.clips import ClipFile, sampling_of
 from lm_adapter.engines.vllm.settings import given_sizes
 from lm_adapter.errors import InvalidRequest, InvalidRows, ItemFailed
 from lm_adapter.items import ClipItem, Grid, PreprocessOptions

@@ -16,7 +16,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from lm_adapter.engines.plugin.calls import EncoderCalls, Ended
+from lm_adapter.engines.shared.calls import EncoderCalls, Ended
 from lm_adapter.engines.vllm import connector as connector_module
 from lm_adapter.engines.vllm.connector import MAX_IDLE_S, MIN_IDLE_S, ConnectorMethods
 from lm_adapter.engines.vllm.link import StepRows

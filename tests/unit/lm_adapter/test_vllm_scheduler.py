@@ -18,12 +18,12 @@ from typing import Any
 import pytest
 import torch
 
-from lm_adapter.engines.plugin.calls import Call, Ended
-from lm_adapter.engines.plugin.geometry import Geometry
-from lm_adapter.engines.vllm import scheduler
+from lm_adapter.engines.shared.calls import Call, Ended
+from lm_adapter.engines.shared.geometry import Geometry
 from lm_adapter.engines.vllm.file_requests import FileRequest
 from lm_adapter.engines.vllm.link import RowsOrder, StepRows
-from lm_adapter.engines.vllm.scheduler import (
+from lm_adapter.engines.vllm.scheduler import tracker as tracker_module
+from lm_adapter.engines.vllm.scheduler.tracker import (
     CLIP_FIELD,
     FILE_FIELD,
     GONE,
@@ -554,7 +554,7 @@ def test_p32_a_request_that_joined_late_has_time_of_its_own(
 ) -> None:
     """After the second half of the time that the first request had, unless the item is at fault."""
     clock = [100.0]
-    monkeypatch.setattr(scheduler, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(tracker_module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     image, other = new_image(), new_image()
     first, early, late = request_of(image), request_of(image), request_of(other, image)
     for clock[0], request in ((100.0, first), (101.0, early), (104.0, late)):
@@ -581,7 +581,7 @@ def test_p32_requests_that_wait_for_room_do_not_outwait_an_encoder_that_is_away(
 ) -> None:
     """They wait at most twice as long as a call, unless the encoder has rows for others meanwhile."""
     clock = [100.0]
-    monkeypatch.setattr(scheduler, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(tracker_module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     first, second = ([request_of(new_image()) for _ in range(4)] for _ in range(2))
     rest = [request_of(new_image()) for _ in range(20)]
     for clock[0], requests in ((100.0, first), (101.0, second), (102.0, rest)):
@@ -1120,7 +1120,7 @@ def obtain(encoder: Encoder, monkeypatch: pytest.MonkeyPatch, image: Image = X) 
     tracker = RequestTracker(calls, anything, GEOMETRY, SETTINGS, step_tokens=1000)
     tracker.ensure(request_of(image), 0)
     (call,) = calls.open.values()
-    monkeypatch.setattr(scheduler, "time", encoder)
+    monkeypatch.setattr(tracker_module, "time", encoder)
 
     async def carry_out() -> Any:
         return await call(anything, 30.0)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from lm_adapter.engines.vllm.scheduler import RequestTracker
+from lm_adapter.engines.vllm.scheduler.tracker import RequestTracker
 
 CLASS_NAME = "WatchedCacheManager"
 

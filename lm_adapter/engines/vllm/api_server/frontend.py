@@ -29,11 +29,11 @@ from vllm.multimodal.media.video import VideoMediaIO
 from vllm.multimodal.video import Qwen3VLVideoBackend
 
 from lm_adapter.client import AsyncVisionEncoderClient
-from lm_adapter.engines.plugin.calls import EncoderCalls
-from lm_adapter.engines.plugin.geometry import Geometry
-from lm_adapter.engines.plugin.images import ImageFile
-from lm_adapter.engines.plugin.reasons import message_of, status_of
-from lm_adapter.engines.vllm.clips import ClipFile, sampling_of
+from lm_adapter.engines.shared.calls import EncoderCalls
+from lm_adapter.engines.shared.geometry import Geometry
+from lm_adapter.engines.shared.images import ImageFile
+from lm_adapter.engines.shared.reasons import message_of, status_of
+from lm_adapter.engines.vllm.api_server.clips import ClipFile, sampling_of
 from lm_adapter.engines.vllm.failures import vllm_error
 from lm_adapter.engines.vllm.settings import Settings, given_sizes, has_connector, mark
 from lm_adapter.errors import EncoderError, InvalidRequest

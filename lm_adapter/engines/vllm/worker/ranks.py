@@ -14,7 +14,7 @@ import threading
 from typing import Any
 
 from lm_adapter.client import AsyncVisionEncoderClient
-from lm_adapter.engines.plugin.geometry import Geometry
+from lm_adapter.engines.shared.geometry import Geometry
 from lm_adapter.engines.vllm.link import BROKEN, RowsOrder, StepRows, connect, receive, report, send
 from lm_adapter.engines.vllm.settings import Settings
 from lm_adapter.errors import EncoderError, InvalidRows, ItemFailed

@@ -16,8 +16,8 @@ from PIL import Image, ImageOps, PngImagePlugin
 
 from encoder_service.errors import UndecodableImage
 from encoder_service.ingest.decode import ALLOWED_FORMATS, DecodeLimits, decode_rgb, read_size
-from lm_adapter.engines.plugin import images
-from lm_adapter.engines.plugin.images import ORIENTATION, TURNED, ImageFile
+from lm_adapter.engines.shared import images
+from lm_adapter.engines.shared.images import ORIENTATION, TURNED, ImageFile
 from lm_adapter.keys import content_digest
 from tests.unit.ingest.image_files import odd_pngs
 

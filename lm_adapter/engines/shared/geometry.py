@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lm_adapter.checks import check_rows
-from lm_adapter.engines.hf_checkpoint import vision_interface
+from lm_adapter.engines.hf.checkpoint import vision_interface
 from lm_adapter.errors import InvalidRequest, InvalidRows
 from lm_adapter.items import Grid
 from lm_adapter.types import ITEMSIZE_BYTES, ROW_DTYPES, EncodedRows

@@ -27,9 +27,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lm_adapter.client import AsyncVisionEncoderClient
-from lm_adapter.engines.plugin.calls import EncoderCalls
-from lm_adapter.engines.plugin.geometry import GRID_FIELDS, Geometry
-from lm_adapter.engines.plugin.reasons import message_of
+from lm_adapter.engines.shared.calls import EncoderCalls
+from lm_adapter.engines.shared.geometry import GRID_FIELDS, Geometry
+from lm_adapter.engines.shared.reasons import message_of
 from lm_adapter.engines.vllm.file_requests import FileRequest
 from lm_adapter.engines.vllm.link import RankLink, RowsOrder, StepRows
 from lm_adapter.engines.vllm.settings import Settings

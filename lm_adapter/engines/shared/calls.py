@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lm_adapter.client import AsyncVisionEncoderClient
-from lm_adapter.engines.plugin.settings import Settings
+from lm_adapter.engines.shared.settings import Settings
 from lm_adapter.errors import DeadlineExceeded, EncoderError, ItemFailed
 
 FIRST_BACKOFF_S = 0.02

@@ -17,10 +17,10 @@ from vllm.multimodal.inputs import MultiModalFieldConfig
 from vllm.multimodal.parse import MultiModalDataParser
 from vllm.multimodal.processing import PromptReplacement
 
-from lm_adapter.engines.plugin.images import ImageFile
+from lm_adapter.engines.shared.images import ImageFile
+from lm_adapter.engines.vllm.api_server.processing import FileItems, choice, image_files, request_tensor
 from lm_adapter.engines.vllm.models import without_tower
-from lm_adapter.engines.vllm.processing import FileItems, choice, image_files, request_tensor
-from lm_adapter.engines.vllm.scheduler import FILE_FIELD
+from lm_adapter.engines.vllm.scheduler.tracker import FILE_FIELD
 from lm_adapter.items import Modality, PreprocessOptions
 
 CHUNK = "vision_chunk"
