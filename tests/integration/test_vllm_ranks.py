@@ -388,7 +388,7 @@ def test_a_request_that_ends_cancels_the_calls_of_its_reads(encoder: FakeEncoder
     engine.scheduler.request_finished(request)
     wait_until(lambda: encoder.num_cancelled["Fetch"] == 2, "the calls' ends")
     engine.wait_empty()
-    assert not engine.tracker._calls.ended
+    assert not engine.calls.ended
     serve(engine, new_image(encoder))
 
 
@@ -396,10 +396,16 @@ def test_p17_rows_that_arrive_as_their_request_ends_are_dropped(
     encoder: FakeEncoder, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After the scheduler's half has looked for what ended, and before it cancels."""
-    request = started(engine, new_image(encoder))
-    with monkeypatch.context() as late:
-        late.setattr(engine.tracker, "_take_ended", lambda: wait_until(lambda: engine.tracker._calls.ended))
-        engine.scheduler.request_finished(request)
+    hold, cancel = Hold(monkeypatch, engine.readers[0]), engine.calls.cancel
+
+    def late_cancel(handle: object) -> None:
+        hold.release()
+        wait_until(lambda: engine.calls.ended)
+        cancel(handle)
+
+    monkeypatch.setattr(engine.calls, "cancel", late_cancel)
+    engine.scheduler.request_finished(started(engine, new_image(encoder)))
+    assert engine.calls.ended
     engine.wait_empty(timeout_s=5)
 
 
@@ -479,7 +485,7 @@ def test_p32_a_rank_whose_link_breaks_connects_again(encoder: FakeEncoder, engin
         for writer in before:
             writer.close()
 
-    engine.tracker._calls.run(break_all())
+    engine.calls.run(break_all())
     engine.scheduler.request_finished(of_ended)
     assert engine.failure(of_late) == BROKEN
     wait_until(lambda: encoder.num_cancelled["Fetch"] == 2, "the ends of the reads")

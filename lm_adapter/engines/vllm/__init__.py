@@ -6,7 +6,8 @@ image or a clip passes the modules in this order:
 
 - ``api_server``  ``frontend``: the file, undecoded (``shared.images``, ``clips``), and the first
                   ``Prefetch``; ``processing``: its grid and placeholders (``kimi`` for Kimi-K2.5)
-- ``scheduler``   ``tracker``: which requests wait for which rows; ``cache``: which rows vLLM has itself
+- ``scheduler``   ``tracker``: which requests wait for which rows (``items``, ``requests``, ``room``,
+                  ``rows``); ``orders``: the calls that fetch them; ``cache``: which rows vLLM has itself
 - ``worker``      ``ranks``: rows are read and checked
 
 Each folder is one of vLLM's processes. The modules beside them are for several:

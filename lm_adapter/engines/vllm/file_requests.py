@@ -17,6 +17,9 @@ import numpy.typing as npt
 from lm_adapter.items import ClipItem, Grid, ImageItem, Modality, PixelItem, PreprocessOptions
 
 NO_OPTIONS = PreprocessOptions()
+FILE_FIELDS = FILE_FIELD, CLIP_FIELD = "vision_encoder_file", "vision_encoder_clip"
+"""Fields of vLLM's features that carry a ``FileRequest``: of images, and of clips, as each field of vLLM's is
+of one modality."""
 
 
 @dataclass(frozen=True)

@@ -17,13 +17,14 @@ from unittest import mock
 
 import torch
 
+from lm_adapter.engines.shared.calls import EncoderCalls
 from lm_adapter.engines.shared.geometry import GRID_FIELDS, Geometry
 from lm_adapter.engines.vllm import connector as connector_module
 from lm_adapter.engines.vllm.connector import ConnectorMethods
 from lm_adapter.engines.vllm.failures import listening
-from lm_adapter.engines.vllm.file_requests import FileRequest
+from lm_adapter.engines.vllm.file_requests import FILE_FIELD, FileRequest
 from lm_adapter.engines.vllm.link import RankLink, StepRows
-from lm_adapter.engines.vllm.scheduler.tracker import FILE_FIELD, RequestTracker
+from lm_adapter.engines.vllm.scheduler.tracker import RequestTracker
 from lm_adapter.engines.vllm.worker.ranks import RankReader
 from lm_adapter.items import Grid
 from lm_adapter.keys import content_digest
@@ -197,6 +198,11 @@ class Engine:
         return found
 
     @property
+    def calls(self) -> EncoderCalls:
+        found: EncoderCalls = self.scheduler._calls
+        return found
+
+    @property
     def tracker(self) -> RequestTracker:
         found: RequestTracker = self.scheduler._tracker
         return found
@@ -278,7 +284,7 @@ class Engine:
         is on its way."""
         assert self.scheduler.take_unavailable_requests() == set()
         self.load(self.schedule())
-        assert (self.tracker.used_bytes, self.tracker._rows) == (0, {})
+        assert self.tracker.used_bytes == 0
 
         def is_empty() -> bool:
             return not any(reader._reads or reader._rows for reader in self.readers)

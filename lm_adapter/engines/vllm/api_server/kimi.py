@@ -19,8 +19,8 @@ from vllm.multimodal.processing import PromptReplacement
 
 from lm_adapter.engines.shared.images import ImageFile
 from lm_adapter.engines.vllm.api_server.processing import FileItems, choice, image_files, request_tensor
+from lm_adapter.engines.vllm.file_requests import FILE_FIELD
 from lm_adapter.engines.vllm.models import without_tower
-from lm_adapter.engines.vllm.scheduler.tracker import FILE_FIELD
 from lm_adapter.items import Modality, PreprocessOptions
 
 CHUNK = "vision_chunk"

@@ -29,8 +29,7 @@ from lm_adapter.engines.shared.images import ImageFile
 from lm_adapter.engines.vllm.api_server.clips import SAMPLING, ClipFile
 from lm_adapter.engines.vllm.api_server.frontend import VLLMS_OWN
 from lm_adapter.engines.vllm.failures import listening
-from lm_adapter.engines.vllm.file_requests import FileRequest
-from lm_adapter.engines.vllm.scheduler.tracker import CLIP_FIELD, FILE_FIELD
+from lm_adapter.engines.vllm.file_requests import CLIP_FIELD, FILE_FIELD, FileRequest
 from lm_adapter.engines.vllm.settings import given_sizes, is_marked
 from lm_adapter.items import Grid, Modality, PreprocessOptions
 from lm_adapter.keys import content_digest

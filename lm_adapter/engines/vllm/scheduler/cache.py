@@ -38,7 +38,7 @@ def _manager() -> type:
         def create_manager(cls, *, cache_size: int, vllm_config: Any) -> Any:
             manager = cls(cache_size=cache_size)
             tracker = vllm_config.ec_manager_config.manager_config.pop("tracker")
-            tracker.in_cache = manager.cached
+            tracker.watch_cache(manager.cached)
             return manager
 
     return WatchedCacheManager
