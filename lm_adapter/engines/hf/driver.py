@@ -204,11 +204,11 @@ class RemoteVisionLM:
     ) -> tuple[list[ExpandedPrompt], list[Splicer], list[MRopePositions]]:
         """Checks the whole batch. Raises InvalidRequest or InvalidRows."""
         interface = self.interface
-        asked = [
+        requested = [
             [interface.prompt_item(item.grid_thw, item.modality) for item in prompt_items]
             for prompt_items in items
         ]
-        expanded = expand_batch(prompts, asked, interface.placeholder_ids)
+        expanded = expand_batch(prompts, requested, interface.placeholder_ids)
         splicers, positions = [], []
         for prompt, prompt_items in zip(expanded, items, strict=True):
             splicers.append(

@@ -17,13 +17,13 @@ from unittest import mock
 
 import torch
 
-from lm_adapter.engines.shared.calls import EncoderCalls
-from lm_adapter.engines.shared.geometry import GRID_FIELDS, Geometry
+from lm_adapter.engines.shared.encoder_thread import EncoderThread
+from lm_adapter.engines.shared.geometry import Geometry
 from lm_adapter.engines.vllm import connector as connector_module
 from lm_adapter.engines.vllm.connector import ConnectorMethods
 from lm_adapter.engines.vllm.failures import listening
-from lm_adapter.engines.vllm.file_requests import FILE_FIELD, FileRequest
-from lm_adapter.engines.vllm.link import RankLink, StepRows
+from lm_adapter.engines.vllm.file_items import FILE_FIELD, GRID_FIELDS, FileItem
+from lm_adapter.engines.vllm.rank_socket import RankSocket, StepRows
 from lm_adapter.engines.vllm.scheduler.tracker import RequestTracker
 from lm_adapter.engines.vllm.worker.ranks import RankReader
 from lm_adapter.items import Grid
@@ -193,13 +193,13 @@ class Engine:
         self.caches.append({})
 
     @property
-    def link(self) -> RankLink:
-        found: RankLink = self.scheduler._link
+    def link(self) -> RankSocket:
+        found: RankSocket = self.scheduler._link
         return found
 
     @property
-    def calls(self) -> EncoderCalls:
-        found: EncoderCalls = self.scheduler._calls
+    def encoder_thread(self) -> EncoderThread:
+        found: EncoderThread = self.scheduler._encoder_thread
         return found
 
     @property
@@ -215,7 +215,7 @@ class Engine:
         """As vLLM's scheduler gets it: two tokens of text before each image."""
         features, offset = [], 2
         for image in images:
-            packed = FileRequest(image.data, image.digest, reply=listening().name).packed()
+            packed = FileItem(image.data, image.digest, reply=listening().name).packed()
             data = Fields(
                 {
                     GRID_FIELDS[0]: Element(torch.tensor([image.grid])),

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from lm_adapter.engines.vllm.file_requests import FileRequest
-from lm_adapter.engines.vllm.link import StepRows
+from lm_adapter.engines.vllm.file_items import FileItem
+from lm_adapter.engines.vllm.rank_socket import StepRows
 from lm_adapter.engines.vllm.scheduler.items import RequestItem
 from lm_adapter.engines.vllm.scheduler.room import Room
 from lm_adapter.engines.vllm.scheduler.rows import RowsEntry, RowsStage, SharedRows
@@ -175,7 +175,7 @@ class Ranks:
 
 
 def item(name: str, num_bytes: int = 1, digest: bytes = b"digest") -> RequestItem:
-    return RequestItem(name, 0, 1, Grid(1, 2, 2), num_bytes, FileRequest(b"file", digest))
+    return RequestItem(name, 0, 1, Grid(1, 2, 2), num_bytes, FileItem(b"file", digest))
 
 
 def shared_rows(max_bytes: int = 4) -> tuple[Room[object], Ranks, SharedRows]:

@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 import torch
 
-from lm_adapter.engines.shared.calls import Call, Ended
+from lm_adapter.engines.shared.encoder_thread import Call, Completed
 from lm_adapter.engines.shared.geometry import Geometry
-from lm_adapter.engines.vllm.file_requests import CLIP_FIELD, FILE_FIELD, FileRequest
-from lm_adapter.engines.vllm.link import RowsOrder, StepRows
+from lm_adapter.engines.vllm.file_items import CLIP_FIELD, FILE_FIELD, FileItem
+from lm_adapter.engines.vllm.rank_socket import RowsOrder, StepRows
 from lm_adapter.engines.vllm.scheduler.items import RequestItem
 from lm_adapter.engines.vllm.scheduler.orders import GONE
 from lm_adapter.engines.vllm.scheduler.rows import RowsEntry
@@ -70,7 +70,7 @@ def request_of(*images: Image, reply: str = "") -> Request:
     for image in images:
         num_rows = GEOMETRY.num_rows(image.grid)
         options = PreprocessOptions(min_pixels=image.min_pixels or None)
-        file = FileRequest(b"file", image.digest, image.modality, options, reply, image.is_announced)
+        file = FileItem(b"file", image.digest, image.modality, options, reply, image.is_announced)
         packed = file.packed()
         is_clip = image.modality is Modality.VIDEO
         data = {
@@ -85,10 +85,10 @@ def request_of(*images: Image, reply: str = "") -> Request:
 
 
 class Engine:
-    """``EncoderCalls`` and ``RankLink`` of a tracker, and its reports. on_ranks: rows by number."""
+    """``EncoderThread`` and ``RankSocket`` of a tracker, and its reports. on_ranks: rows by number."""
 
     def __init__(self) -> None:
-        self.ended: deque[Ended] = deque()
+        self.completed: deque[Completed] = deque()
         self.open: dict[RowsEntry, Call] = {}
         self.on_ranks: dict[int, RequestItem] = {}
         self.reported: list[tuple[str, str, EncoderError]] = []
@@ -97,7 +97,7 @@ class Engine:
         self.num_waits = 0
         self._numbers = itertools.count(1)
 
-    def start(self, handle: RowsEntry, call: Call) -> None:
+    def submit(self, handle: RowsEntry, call: Call) -> None:
         self.num_started += 1
         self.open[handle] = call
 
@@ -105,7 +105,7 @@ class Engine:
         self.cancelled.append(handle.item.identifier)
         self.open.pop(handle, None)
 
-    def on_loop(self, function: Callable[..., object], *arguments: object) -> None:
+    def call_soon(self, function: Callable[..., object], *arguments: object) -> None:
         function(*arguments)
 
     def wait(self, timeout_s: float) -> None:
@@ -134,7 +134,7 @@ class Engine:
         number = next(self._numbers)
         if error is None:
             self.on_ranks[number] = handle.item
-        self.ended.append(Ended(handle, error or number))
+        self.completed.append(Completed(handle, error or number))
 
     def end_all(self) -> None:
         for name in self.under_way:
@@ -294,7 +294,7 @@ def test_a_finished_request_cancels_its_calls(tracker: RequestTracker, engine: E
     ((handle, _),) = engine.open.items()
     tracker.finished(request)
     assert engine.cancelled == [image.name]
-    engine.ended.append(Ended(handle, UNDECODABLE))  # it ended before the cancellation arrived
+    engine.completed.append(Completed(handle, UNDECODABLE))  # it ended before the cancellation arrived
     assert tracker.take_unavailable() == set()
     assert not tracker.holds(image.name)
     assert tracker.used_bytes == 0

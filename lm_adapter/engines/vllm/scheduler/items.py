@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, ClassVar, Protocol
 
-from lm_adapter.engines.shared.geometry import GRID_FIELDS, Geometry
-from lm_adapter.engines.vllm.file_requests import FILE_FIELDS, FileRequest
+from lm_adapter.engines.shared.geometry import Geometry
+from lm_adapter.engines.vllm.file_items import FILE_FIELDS, GRID_FIELDS, FileItem
 from lm_adapter.errors import InvalidRequest
 from lm_adapter.items import Grid
 
@@ -55,7 +55,7 @@ class RequestItem:
     end: int
     grid: Grid
     num_bytes: int
-    file: FileRequest
+    file: FileItem
 
     def check_same(self, other: RequestItem) -> None:
         """other: an item with the same identifier, whose rows are there or on their way. Raises
@@ -75,15 +75,15 @@ def total_bytes(items: Iterable[RequestItem]) -> int:
     return sum({item.identifier: item.num_bytes for item in items}.values())
 
 
-def read_files(features: Iterable[VllmFeature]) -> list[FileRequest | None]:
+def read_files(features: Iterable[VllmFeature]) -> list[FileItem | None]:
     """The file of each feature. Raises ValueError for damaged ones."""
     datas: list[Mapping[str, Any]] = [feature.data or {} for feature in features]
     fields = [next((data[name] for name in FILE_FIELDS if name in data), None) for data in datas]
-    return [None if field is None else FileRequest.unpacked(field.data.numpy()) for field in fields]
+    return [None if field is None else FileItem.unpacked(field.data.numpy()) for field in fields]
 
 
 def take_items(
-    request: VllmRequest, files: Sequence[FileRequest | None], geometry: Geometry
+    request: VllmRequest, files: Sequence[FileItem | None], geometry: Geometry
 ) -> list[RequestItem]:
     """The items of a request. Their files leave the request, because vLLM sends it to every rank.
 

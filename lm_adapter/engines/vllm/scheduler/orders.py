@@ -1,8 +1,8 @@
 """The calls that put rows on every rank: one for each identifier whose rows are held.
 
 Owns what a call does: the encoder has most files already, by the API server's ``Prefetch``; the others go to
-it by another one. Then the ranks read the rows by key (``worker.ranks``), and confirm (``link``). The calls
-run on the thread of ``shared.calls``, which repeats those that may pass. Rows never come here.
+it by another one. Then the ranks read the rows by key (``worker.ranks``), and confirm (``rank_socket``). The
+calls run on ``shared.encoder_thread``, which repeats transient failures. Rows never come here.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import itertools
 from collections.abc import Callable, Iterator
 
 from lm_adapter.client import AsyncVisionEncoderClient
-from lm_adapter.engines.shared.calls import EncoderCalls
-from lm_adapter.engines.vllm.link import RankLink, RowsOrder
+from lm_adapter.engines.shared.encoder_thread import EncoderThread
+from lm_adapter.engines.vllm.rank_socket import RankSocket, RowsOrder
 from lm_adapter.engines.vllm.scheduler.items import RequestItem
 from lm_adapter.engines.vllm.scheduler.rows import RowsEntry
 from lm_adapter.errors import EncoderError, InvalidRows, ItemFailed
@@ -26,38 +26,38 @@ GONE = "UNKNOWN_KEY"
 
 
 class RowOrders:
-    """``_obtain`` and what it calls run on the loop of ``calls``; all else is for the scheduler's thread."""
+    """For the scheduler's thread. ``_obtain`` and ``_read`` run on the loop of the encoder thread."""
 
-    def __init__(self, calls: EncoderCalls, link: RankLink, clock: Callable[[], float]) -> None:
-        """link: on the loop of ``calls``. clock: in seconds, monotonic."""
-        self._calls = calls
+    def __init__(self, encoder_thread: EncoderThread, link: RankSocket, clock: Callable[[], float]) -> None:
+        """link: on the loop of ``encoder_thread``. clock: in seconds, monotonic."""
+        self._encoder_thread = encoder_thread
         self._link = link
         self._clock = clock
         self._numbers = itertools.count(1)
 
     def start(self, entry: RowsEntry) -> None:
-        """Has every rank read the rows. ``take_ended`` returns the outcome."""
-        self._calls.start(entry, functools.partial(self._obtain, entry.item))
+        """Has every rank read the rows. ``take_completed`` returns the outcome."""
+        self._encoder_thread.submit(entry, functools.partial(self._obtain, entry.item))
 
     def cancel(self, entry: RowsEntry) -> None:
         """Ends the call. Its outcome may come nevertheless, if it has ended already."""
-        self._calls.cancel(entry)
+        self._encoder_thread.cancel(entry)
 
     def drop(self, number: int) -> None:
         """Frees the rows of this number on every rank."""
-        self._calls.on_loop(self._link.drop, number)
+        self._encoder_thread.call_soon(self._link.drop, number)
 
     def wait(self, timeout_s: float) -> None:
         """Waits until some call has ended."""
-        self._calls.wait(timeout_s)
+        self._encoder_thread.wait(timeout_s)
 
-    def take_ended(self) -> Iterator[tuple[RowsEntry, int | EncoderError]]:
+    def take_completed(self) -> Iterator[tuple[RowsEntry, int | EncoderError]]:
         """Each call that has ended: the number by which every rank has the rows, or why they cannot be
         had."""
-        while self._calls.ended:
-            ended = self._calls.ended.popleft()
-            assert isinstance(ended.handle, RowsEntry)
-            yield ended.handle, ended.outcome
+        while self._encoder_thread.completed:
+            completed = self._encoder_thread.completed.popleft()
+            assert isinstance(completed.handle, RowsEntry)
+            yield completed.handle, completed.outcome
 
     async def _obtain(self, item: RequestItem, client: AsyncVisionEncoderClient, left_s: float) -> int:
         """The number by which every rank has the rows. The key of an announced item is enough. Rows that a

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol
 
-from lm_adapter.engines.vllm.link import StepRows
+from lm_adapter.engines.vllm.rank_socket import StepRows
 from lm_adapter.engines.vllm.scheduler.items import RequestItem
 from lm_adapter.engines.vllm.scheduler.room import Room
 

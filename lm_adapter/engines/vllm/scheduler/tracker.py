@@ -19,10 +19,10 @@ import logging
 import time
 from collections.abc import Callable, Collection, Container, Iterable
 
-from lm_adapter.engines.shared.calls import EncoderCalls
+from lm_adapter.engines.shared.encoder_thread import EncoderThread
+from lm_adapter.engines.shared.error_text import message_of
 from lm_adapter.engines.shared.geometry import Geometry
-from lm_adapter.engines.shared.reasons import message_of
-from lm_adapter.engines.vllm.link import RankLink, StepRows
+from lm_adapter.engines.vllm.rank_socket import RankSocket, StepRows
 from lm_adapter.engines.vllm.scheduler.items import (
     RequestItem,
     VllmRequest,
@@ -52,8 +52,8 @@ class RequestTracker:
 
     def __init__(
         self,
-        calls: EncoderCalls,
-        link: RankLink,
+        encoder_thread: EncoderThread,
+        link: RankSocket,
         geometry: Geometry,
         settings: Settings,
         *,
@@ -61,13 +61,13 @@ class RequestTracker:
         report: Report = lambda *_: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """link: on the loop of ``calls``. step_tokens: at most that many of a request are computed in one
-        step. clock: in seconds, monotonic."""
+        """link: on the loop of ``encoder_thread``. step_tokens: at most that many of a request are computed
+        in one step. clock: in seconds, monotonic."""
         self._geometry = geometry
         self._step_tokens = step_tokens
         self._report = report
         self._clock = clock
-        self._orders = RowOrders(calls, link, clock)
+        self._orders = RowOrders(encoder_thread, link, clock)
         self._room: Room[RequestState] = Room(settings.max_resident_bytes)
         self._rows = SharedRows(self._room, self._orders)
         self._requests: dict[str, RequestState] = {}
@@ -91,19 +91,19 @@ class RequestTracker:
         missing, also for later steps."""
         state = self._requests.get(request.request_id)
         if state is not None and state.is_past(len(request.mm_features), num_computed_tokens):
-            # As for each token of an answer: vLLM asks about all running requests at each step.
+            # The usual case: vLLM asks about all running requests at each step, for each token of an answer.
             return True
-        self._take_ended()
+        self._take_completed()
         state = state or self._admit(request)
         if not state.has_failed and len(request.mm_features) != len(state.items):
-            # vLLM's streaming sessions. Without its rows an item would be computed as zeros.
+            # vLLM's streaming sessions add items. Without rows they would be computed as zeros.
             self._fail(state, InvalidRequest("items cannot be added to a request that was admitted"))
         if state.has_failed:
             return False
         ahead = state.ahead(num_computed_tokens)
         known = state.known
         if not known and self._are_in_cache(state.items[index] for index in ahead):
-            # vLLM frees none of them before it has looked for those of this step.
+            # vLLM looks up all items of this step in its cache before it frees any.
             return True
         # vLLM reports no feature as passed if its tokens come from the prefix cache.
         if behind := known.difference(ahead):
@@ -114,7 +114,7 @@ class RequestTracker:
         if not known.issuperset(ahead):
             self._enqueue(state, ahead)
         elif self._waits_for_room(state) and state.has_kv_blocks:
-            # Another one that held the room may have lost its KV blocks since.
+            # A request that held the room may have lost its KV blocks since.
             self._break_deadlock()
             self._serve_queue()
         if state.has_failed or self._waits_for_room(state):
@@ -154,7 +154,7 @@ class RequestTracker:
 
     def finished(self, request: VllmRequest) -> None:
         """The request is over, however it ended."""
-        self._take_ended()
+        self._take_completed()
         state = self._requests.pop(request.request_id, None)
         self._unavailable.discard(request.request_id)
         if state is not None:
@@ -163,7 +163,7 @@ class RequestTracker:
 
     def take_unavailable(self) -> set[str]:
         """Requests to reject; each is returned once."""
-        self._take_ended()
+        self._take_completed()
         taken, self._unavailable = self._unavailable, set()
         return taken
 
@@ -188,7 +188,7 @@ class RequestTracker:
             self._serve_queue()
 
     def check_step(self, computed: Iterable[str]) -> None:
-        """computed: requests whose items vLLM would compute in the next step, which it has no tower for."""
+        """computed: requests with items that vLLM would compute itself in the next step, without a tower."""
         for request_id in computed:
             error = ItemFailed("vLLM scheduled an item whose rows had not come")
             if (state := self._requests.get(request_id)) is not None:
@@ -303,8 +303,8 @@ class RequestTracker:
 
     # -- outcomes --------------------------------------------------------------------------------------
 
-    def _take_ended(self) -> None:
-        for entry, outcome in self._orders.take_ended():
+    def _take_completed(self) -> None:
+        for entry, outcome in self._orders.take_completed():
             is_current = self._rows.is_current(entry)
             if not isinstance(outcome, EncoderError):
                 self._rows.arrived(entry, outcome, self._clock())

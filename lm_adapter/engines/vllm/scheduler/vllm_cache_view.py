@@ -1,7 +1,7 @@
-"""What vLLM's own cache of encoder outputs holds, for the connector's half in the scheduler.
+"""The content of vLLM's own cache of encoder outputs, for the tracker.
 
-vLLM asks a connector for the rows of every item, also of those that its cache has. Its configuration may name
-the class that manages this cache, and the manager is made after the connector.
+vLLM asks a connector for the rows of every item, also of items that its cache has. vLLM makes the manager of
+this cache after the connector; its configuration may name the manager's class.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ CLASS_NAME = "WatchedCacheManager"
 
 
 def watch(vllm_config: Any, tracker: RequestTracker) -> None:
-    """From vLLM's next manager on, the tracker sees what is cached. A manager that the user has named stays,
-    and the tracker orders all rows."""
+    """The tracker sees the content of the next manager that vLLM makes. If the user has named a manager
+    class, it stays, and the tracker orders all rows."""
     config, path = vllm_config.ec_manager_config, f"{__name__}.{CLASS_NAME}"
     if config.encoder_cache_manager_cls in (None, path):
         config.encoder_cache_manager_cls = path
