@@ -1,10 +1,10 @@
-"""Integration of language-model engines, one module per engine. Importing this package imports none of them.
+"""Integration of language-model engines, one package per engine. Importing this package imports none of them.
 
-An engine makes five calls, in this order. ``hf_driver`` makes calls 2 to 5; README shows the first, and
-``docs/positions.md`` explains the others. ``hf_checkpoint.vision_interface`` reads the checkpoint's ids and
+An engine makes five calls, in this order. ``hf.driver`` makes calls 2 to 5; README shows the first, and
+``docs/positions.md`` explains the others. ``hf.checkpoint.vision_interface`` reads the checkpoint's ids and
 sizes.
 
-1. ``client.encode(items)``, or ``fetch(keys)`` where another process sent the items: returns rows and grids.
+1. ``client.encode(items)``, or ``fetch(keys)`` if another process sent the items: returns rows and grids.
 2. ``placeholders.expand_placeholders(ids, [prompt_item(grid, placeholder_id=..., merge_size=...,
    modality=..., merges_time=...), ...])``: returns the ids with one placeholder for each row, and the spans
    of each item's rows.
@@ -16,7 +16,7 @@ sizes.
    then ``splicer.drop_before(end)``.
 
 Some engines need more: ``clip_texts`` for the timestamps between a clip's frames, before the second call;
-``prefix_cache`` for ids that differ by content; ``rotary`` to apply M-RoPE. Some engines splice rows
-themselves. For vLLM, which splices from its encoder cache, the plugin makes only the first call and checks
-the rows with ``check_rows``. For SGLang the plugin makes the first three calls.
+``prefix_cache`` for ids that differ by content; ``rotary`` to apply M-RoPE. vLLM and SGLang splice rows
+themselves. vLLM splices from its encoder cache: its plugin makes only the first call, and checks the rows
+with ``check_rows``. SGLang's plugin makes the first three calls.
 """

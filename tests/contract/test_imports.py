@@ -21,9 +21,11 @@ DEVICE_CODE = (
 ENGINE_CODE = (
     "lm_adapter.engines.sglang.models",
     "lm_adapter.engines.sglang.processors",
-    "lm_adapter.engines.vllm.frontend",
-    "lm_adapter.engines.vllm.kimi",
-    "lm_adapter.engines.vllm.processing",
+    "lm_adapter.engines.vllm.api_server.kimi",
+    "lm_adapter.engines.vllm.api_server.media",
+    "lm_adapter.engines.vllm.api_server.parser",
+    "lm_adapter.engines.vllm.api_server.processor",
+    "lm_adapter.engines.vllm.api_server.server",
 )
 """Subclasses of an engine's classes. The engine imports them."""
 

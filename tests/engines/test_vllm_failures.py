@@ -20,7 +20,7 @@ from typing import Any
 import httpx
 import pytest
 
-from lm_adapter.engines.plugin.reasons import MAX_MESSAGE_CHARS
+from lm_adapter.engines.shared.error_text import MAX_MESSAGE_CHARS
 from lm_adapter.errors import ItemFailed
 from lm_adapter.keys import content_digest
 from lm_adapter.testing import FakeEncoder, Fault

@@ -63,16 +63,16 @@ def url(folder: Path) -> Iterator[str]:
 @pytest.fixture(autouse=True)
 def _unconfigured(monkeypatch: pytest.MonkeyPatch) -> None:
     """No encoder is told of the images."""
-    from lm_adapter.engines.vllm import frontend
+    from lm_adapter.engines.vllm.api_server.server import ApiServer
 
-    monkeypatch.setattr(frontend, "_configured", None)
+    monkeypatch.setattr(ApiServer, "current", None)
 
 
 def fetch(url: str, **options: Any) -> Any:
     """By both of vLLM's ways, which have to end alike."""
     from vllm.connections import HTTPConnection
 
-    from lm_adapter.engines.vllm.frontend import FileMediaConnector
+    from lm_adapter.engines.vllm.api_server.media import FileMediaConnector
 
     connection = HTTPConnection()
     connector = FileMediaConnector(connection=connection, **options)

@@ -14,10 +14,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from lm_adapter.engines.plugin.geometry import Geometry
+from lm_adapter.engines.shared.geometry import Geometry
 from lm_adapter.engines.vllm import models
 from lm_adapter.engines.vllm.models import ARCHITECTURES, check_model
 from lm_adapter.engines.vllm.settings import CONNECTOR, MODULE, Settings, mark
+from lm_adapter.engines.vllm.worker.without_tower import TOWER_PREFIXES
 from lm_adapter.errors import InvalidRequest
 from tests.unit.lm_adapter.connector_rig import engine_config
 
@@ -153,35 +154,36 @@ def test_sizes_of_clips_are_those_of_the_start(
     options: dict[str, Any] | None, sizes: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM's processor, which has a request's own, comes after the encoder was asked."""
-    from lm_adapter.engines.vllm import frontend
+    from lm_adapter.engines.vllm.api_server.server import ApiServer, configure
 
     monkeypatch.delenv("VLLM_MEDIA_CONNECTOR", raising=False)
-    monkeypatch.setattr(frontend, "_configured", None)
+    monkeypatch.setattr(ApiServer, "current", None)
     found = config(is_marked=False)
     found.model_config.get_multimodal_config().mm_processor_kwargs = options
-    frontend.configure(found)
-    assert frontend._configured is not None
-    assert frontend._configured.clip_sizes == sizes
+    configure(found)
+    assert ApiServer.current is not None
+    assert ApiServer.current.clip_sizes == sizes
 
 
 def test_threads_that_read_the_first_media_at_once_share_one_event_loop(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """gRPC does not work on two event loops of one process."""
-    from lm_adapter.engines.vllm import frontend
+    from lm_adapter.engines.vllm.api_server import server
 
+    threads = server.EncoderThreads()
     num_threads = 8
     together = threading.Barrier(num_threads)
 
-    def slow_calls(*_: Any, **__: Any) -> object:
+    def slow_thread(*_: Any, **__: Any) -> object:
         time.sleep(0.05)  # as long as a thread takes to start
         return object()
 
     def ask(_: int) -> object:
         together.wait()
-        return frontend._calls(Settings(target="127.0.0.1:2"))
+        return threads.get(Settings(target="127.0.0.1:2"))
 
-    monkeypatch.setattr(frontend, "EncoderCalls", slow_calls)
+    monkeypatch.setattr(server, "EncoderThread", slow_thread)
     with ThreadPoolExecutor(num_threads) as pool:
         assert len(set(pool.map(ask, range(num_threads)))) == 1
 
@@ -216,7 +218,7 @@ def test_without_the_connector_all_is_vllms_own(monkeypatch: pytest.MonkeyPatch)
     from vllm.model_executor.models import qwen3_vl
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
-    from lm_adapter.engines.vllm.processing import qwen_factories
+    from lm_adapter.engines.vllm.api_server.processor import qwen_factories
 
     monkeypatch.delenv("VLLM_MEDIA_CONNECTOR", raising=False)
     found = config(is_marked=False)
@@ -272,7 +274,7 @@ def test_lora_adapters_load_without_their_part_of_the_tower(tmp_path: Path) -> N
 
     with pytest.raises(ValueError, match=r"attn\.qkv"):
         load([])
-    (loaded,) = load(list(models.TOWER_PREFIXES)).loras
+    (loaded,) = load(list(TOWER_PREFIXES)).loras
     assert loaded.endswith("q_proj")
     refusing = config()
     refusing.lora_config = SimpleNamespace(enable_tower_connector_lora=True)

@@ -14,18 +14,18 @@ from typing import Any
 import grpc
 import pytest
 
-from lm_adapter.engines.plugin.reasons import MAX_MESSAGE_CHARS, MAX_REASON_CHARS
-from lm_adapter.engines.vllm.link import (
+from lm_adapter.engines.shared.error_text import MAX_MESSAGE_CHARS, MAX_REASON_CHARS
+from lm_adapter.engines.vllm.rank_socket import (
     LENGTH,
     MAX_FRAME_BYTES,
-    RankLink,
+    RankSocket,
     RowsOrder,
     StepRows,
     connect,
     receive,
     send,
 )
-from lm_adapter.engines.vllm.ranks import RankReader
+from lm_adapter.engines.vllm.worker.ranks import RankReader
 from lm_adapter.errors import InvalidRequest, ItemFailed
 from lm_adapter.items import Grid
 from lm_adapter.testing import FakeEncoder, FakeScript, Fault, fake_model, fake_rows
@@ -130,7 +130,9 @@ def test_a_request_is_ready_once_every_rank_has_its_rows(
     hold = Hold(monkeypatch, engine.readers[1])
     image = new_image(encoder)
     request = started(engine, image)
-    wait_until(lambda: [len(one.waiting) for one in engine.link._open.values()] == [1], "the first rank")
+    wait_until(
+        lambda: [len(order.missing) for order in engine.link._pending.values()] == [1], "the first rank"
+    )
     assert not engine.is_ready(request)
     assert not engine.scheduler.has_cache_item(image.identifier)
     assert encoder.num_calls["Fetch"] == 1
@@ -388,7 +390,7 @@ def test_a_request_that_ends_cancels_the_calls_of_its_reads(encoder: FakeEncoder
     engine.scheduler.request_finished(request)
     wait_until(lambda: encoder.num_cancelled["Fetch"] == 2, "the calls' ends")
     engine.wait_empty()
-    assert not engine.tracker._calls.ended
+    assert not engine.encoder_thread.completed
     serve(engine, new_image(encoder))
 
 
@@ -396,10 +398,16 @@ def test_p17_rows_that_arrive_as_their_request_ends_are_dropped(
     encoder: FakeEncoder, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After the scheduler's half has looked for what ended, and before it cancels."""
-    request = started(engine, new_image(encoder))
-    with monkeypatch.context() as late:
-        late.setattr(engine.tracker, "_take_ended", lambda: wait_until(lambda: engine.tracker._calls.ended))
-        engine.scheduler.request_finished(request)
+    hold, cancel = Hold(monkeypatch, engine.readers[0]), engine.encoder_thread.cancel
+
+    def late_cancel(handle: object) -> None:
+        hold.release()
+        wait_until(lambda: engine.encoder_thread.completed)
+        cancel(handle)
+
+    monkeypatch.setattr(engine.encoder_thread, "cancel", late_cancel)
+    engine.scheduler.request_finished(started(engine, new_image(encoder)))
+    assert engine.encoder_thread.completed
     engine.wait_empty(timeout_s=5)
 
 
@@ -479,7 +487,7 @@ def test_p32_a_rank_whose_link_breaks_connects_again(encoder: FakeEncoder, engin
         for writer in before:
             writer.close()
 
-    engine.tracker._calls.run(break_all())
+    engine.encoder_thread.run_coroutine(break_all())
     engine.scheduler.request_finished(of_ended)
     assert engine.failure(of_late) == BROKEN
     wait_until(lambda: encoder.num_cancelled["Fetch"] == 2, "the ends of the reads")
@@ -503,7 +511,7 @@ def test_p32_a_rank_that_comes_as_another_goes_confirms_nothing_alone(num_passes
                 send(writer, {"done": frame["read"]})
 
     async def order() -> None:
-        link = RankLink(f"link-of-a-test-{secrets.token_hex(16)}", 2)
+        link = RankSocket(f"link-of-a-test-{secrets.token_hex(16)}", 2)
         await link.open()
         _, first = await connect(link._name)
         reading = asyncio.create_task(link.read(RowsOrder(1, b"key", b"digest", GRID), 0.3))

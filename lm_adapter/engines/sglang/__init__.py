@@ -4,11 +4,11 @@
 imports its modules, in each of its processes. ``docs/sglang.md`` has the command line. An image passes the
 modules in this order:
 
-- ``processors``  in the tokenizer's process: the file, undecoded, and the prompt's ids
-- ``rows``        asks the encoder for the rows, on a thread of its own, and checks them
+- ``processors``  in the tokenizer's process: the undecoded file, and the prompt's ids
+- ``rows``        fetches rows from the encoder, on a thread of its own, and checks them
 - ``prompt``      placeholders, their offsets, and M-RoPE positions
 - ``models``      in each rank: SGLang's model classes without a tower, which get the rows with the request
 
-Everything that can fail does so in ``processors``, before SGLang's scheduler knows of the request.
+Everything that can fail, fails in ``processors``, before SGLang's scheduler gets the request.
 ``settings`` has the settings.
 """

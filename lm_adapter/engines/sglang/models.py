@@ -1,8 +1,8 @@
 """SGLang's model classes without their vision towers.
 
-Owns what SGLang 0.5.23 lacks for an engine whose image rows come from elsewhere (with ``--language-only`` it
-builds the towers all the same), as subclasses under the same names: its registry's way for models out of the
-tree. Deepstack and M-RoPE stay as they are; rows come with the request.
+Owns subclasses under the same names, as SGLang's registry has it for models out of its tree. SGLang 0.5.23
+builds the towers even with ``--language-only``. Deepstack and M-RoPE stay as they are; rows come with the
+request.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ TOWERS = {
     qwen3_vl: ("Qwen3VLMoeVisionModel",),
     kimi_k25: ("MoonViT3dPretrainedModel", "K2VLMultiModalProjector"),
 }
-"""Module -> its classes of which a tower consists."""
+"""Tower classes, by module."""
 
 
 class NoTower(nn.Module):
-    """In a tower's place: no parameters, and what models read of a tower."""
+    """Replaces a tower: it has no parameters, only the attributes that models read of a tower."""
 
     def __init__(self, config: Any, *_args: Any, **_kwargs: Any) -> None:
         super().__init__()
@@ -43,20 +43,20 @@ class NoTower(nn.Module):
 
 @contextlib.contextmanager
 def _towers_left_out() -> Iterator[None]:
-    """SGLang's constructors look their tower up by name, and make a NoTower."""
-    as_it_was = {(module, name): getattr(module, name) for module, names in TOWERS.items() for name in names}
+    """Within the block, SGLang's constructors, which look their tower up by name, make a NoTower."""
+    towers = {(module, name): getattr(module, name) for module, names in TOWERS.items() for name in names}
     try:
-        for module, name in as_it_was:
+        for module, name in towers:
             setattr(module, name, NoTower)
         yield
     finally:
-        for (module, name), tower in as_it_was.items():
+        for (module, name), tower in towers.items():
             setattr(module, name, tower)
 
 
 def _rows_to_host(items: list[Any]) -> None:
-    """Rows on a GPU leave it after the step that used them, as SGLang has it with its own encoders' rows.
-    They are needed again only where a later step or a preempted request computes them once more."""
+    """Rows on a GPU leave it after the step that used them, as rows of SGLang's own encoders do. They are
+    needed again only if a later step or a preempted request computes with them once more."""
     on_gpu = [item for item in items if getattr(item.precomputed_embeddings, "is_cuda", False)]
     if not on_gpu:
         return
@@ -76,7 +76,7 @@ def without_tower(parent: Any) -> type:
 
     class WithoutTower(parent):  # type: ignore[misc]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
-            # What does not hold together stops the start: SGLang only logs modules that it cannot import.
+            # Raise here, because SGLang only logs modules that fail to import.
             check_loaded(os.environ)
             read_settings(os.environ)
             importlib.import_module(f"{PACKAGE}.processors")
@@ -93,10 +93,10 @@ def without_tower(parent: Any) -> type:
         def forward(
             self, input_ids: Any, positions: Any, forward_batch: Any, *args: Any, **kwargs: Any
         ) -> Any:
-            # Taken out of the batch while its embeddings are made.
-            inputs = [one for one in forward_batch.mm_inputs or () if one is not None]
+            # SGLang takes them out of the batch while it makes embeddings.
+            inputs = [entry for entry in forward_batch.mm_inputs or () if entry is not None]
             out = super().forward(input_ids, positions, forward_batch, *args, **kwargs)
-            _rows_to_host([item for one in inputs for item in one.mm_items])
+            _rows_to_host([item for entry in inputs for item in entry.mm_items])
             return out
 
     # SGLang tells models apart by the names of their classes.

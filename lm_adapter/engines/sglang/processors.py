@@ -1,8 +1,8 @@
 """SGLang's multimodal processor, fed by the service, for every family.
 
-Owns what takes the place of decoding and of the reference processor in SGLang's tokenizer process, and the
-answer to a client whose image has no rows. The grid is computed as the reference does, from the file's
-header; the encoder's must be the same.
+Owns what replaces decoding and the reference processor in SGLang's tokenizer process, and the answer to a
+client whose image has no rows. The grid is computed from the file's header, as in the reference; the
+encoder's grid has to be the same.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from sglang.srt.multimodal.processors.kimi_k25 import navit_resize_config
 from sglang.srt.utils.common import CLIENT_MEDIA_EXCEPTIONS, ImageData
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
-from lm_adapter.engines.hf_checkpoint import VisionInterface, vision_interface
-from lm_adapter.engines.plugin.geometry import Geometry
-from lm_adapter.engines.plugin.images import ImageFile
-from lm_adapter.engines.plugin.reasons import message_of, status_of
+from lm_adapter.engines.hf.checkpoint import VisionInterface, vision_interface
 from lm_adapter.engines.sglang.prompt import ImagePrompt, with_placeholders
 from lm_adapter.engines.sglang.rows import RowReader
 from lm_adapter.engines.sglang.settings import check_loaded, read_settings
+from lm_adapter.engines.shared.error_text import message_of, status_of
+from lm_adapter.engines.shared.geometry import Geometry
+from lm_adapter.engines.shared.images import ImageFile
 from lm_adapter.errors import EncoderError, InvalidRequest
 from lm_adapter.items import Grid
 from lm_adapter.keys import content_digest
@@ -91,20 +91,20 @@ class FileProcessor(BaseMultimodalProcessor):  # type: ignore[misc]
         max_req_input_len: int | None = None,
         **_kwargs: Any,
     ) -> MultimodalProcessorOutput:
-        """max_req_input_len: prompts of so many tokens are rejected by SGLang's scheduler. Raises ValueError
-        and HTTPException, which SGLang answers with 400 and the exception's status."""
+        """max_req_input_len: SGLang's scheduler rejects prompts with this many tokens. Raises ValueError,
+        which SGLang answers with 400, and HTTPException, which it answers with the exception's status."""
         for name in ("video_data", "audio_data", "mm_hashes"):
             if getattr(request_obj, name, None):
                 raise ValueError(
                     f"{name} is not accepted: the encoder takes images here, and identifies them"
                 )
         loop = asyncio.get_running_loop()
-        given = image_data or ()
-        hashes = getattr(request_obj, "mm_content_hashes", None) or [None] * len(given)
+        sources = image_data or ()
+        hashes = getattr(request_obj, "mm_content_hashes", None) or [None] * len(sources)
         images = await asyncio.gather(
             *(
-                loop.run_in_executor(self.io_executor, image_file, *one)
-                for one in zip(given, hashes, strict=True)
+                loop.run_in_executor(self.io_executor, image_file, source, content_hash)
+                for source, content_hash in zip(sources, hashes, strict=True)
             )
         )
         grids = [self._grid_of(image) for image in images]
@@ -134,17 +134,17 @@ class FileProcessor(BaseMultimodalProcessor):  # type: ignore[misc]
     def _output(
         self, prompt: ImagePrompt, rows: list[EncodedRows], num_samples: int
     ) -> MultimodalProcessorOutput:
-        items = [_item(offset, one) for offset, one in zip(prompt.offsets, rows, strict=True)]
+        items = [_item(offset, encoded) for offset, encoded in zip(prompt.offsets, rows, strict=True)]
         if num_samples > 1:
             # SGLang sends these items once for each sample, but its pool in device memory frees them after
-            # the first. Rows on the host do not enter the pool.
+            # the first sample. Rows on the host do not enter the pool.
             for item in items:
                 item.precomputed_embeddings = item.precomputed_embeddings.cpu()
         positions = prompt.positions
         return MultimodalProcessorOutput(
             input_ids=prompt.ids,
             padded_input_ids=MultimodalProcessorOutput.build_padded_input_ids(prompt.ids, items),
-            # To the scheduler's process: by SGLang's pool in device memory, else by host memory.
+            # They travel to the scheduler's process in SGLang's pool in device memory, else in host memory.
             mm_items=self._prepare_mm_items_for_transport(items),
             im_token_id=self._interface.image_placeholder_id,
             mrope_positions=None if positions is None else torch.from_numpy(positions.prompt),
@@ -153,9 +153,10 @@ class FileProcessor(BaseMultimodalProcessor):  # type: ignore[misc]
 
 
 def _rejection(request_obj: Any, error: EncoderError) -> Exception:
-    """What SGLang makes the status of. When its own API streams, it has answered 200 before, and ends the
-    stream with the event of a ValueError; its OpenAI API answers 400 to any ValueError."""
-    # The other APIs note when a request came; requests for embeddings have no stream.
+    """The exception that SGLang answers with this error's status. A stream of SGLang's own API has been
+    answered with 200 already; it ends with an event that is made of a ValueError. Its OpenAI API answers 400
+    to any ValueError, so all other requests get an HTTPException."""
+    # Only SGLang's own API leaves ``received_time`` empty; requests for embeddings have no ``stream``.
     is_own_stream = getattr(request_obj, "stream", False) and request_obj.received_time is None
     if not is_own_stream:
         return HTTPException(status_of(error), message_of(error))
@@ -177,8 +178,8 @@ def _item(offset: tuple[int, int], rows: EncodedRows) -> MultimodalDataItem:
 
 
 def image_file(data: Any, content_hash: str | None = None) -> ImageFile:
-    """What SGLang takes as an image, by its own ways to the bytes. content_hash: the client's, as SGLang
-    writes it. Raises ValueError for what is none, for another hash, and for rows of a client's own."""
+    """Loads an image in any form SGLang accepts. content_hash: the client's, in SGLang's form. Raises
+    ValueError if it is not an image, if it has another hash, and for rows that a client computed itself."""
     if isinstance(data, dict) and "format" in data:
         raise ValueError(f"{data['format']} is not accepted: {FROM_ENCODER}")
     if content_hash is None and not isinstance(data, str | bytes | dict | ImageData):
@@ -194,10 +195,10 @@ def image_file(data: Any, content_hash: str | None = None) -> ImageFile:
 
 
 def grid_rule(interface: VisionInterface, hf_config: Any, processor: Any) -> Callable[[ImageFile], Grid]:
-    """How the model's own processor comes from an image's size to its grid. The rule raises ValueError for
-    sizes that the processor refuses."""
+    """The function by which the model's own processor derives a grid from an image's size. It raises
+    ValueError for sizes that the processor refuses."""
     if interface.model_type == "kimi_k25":
-        # The published code's processor has the first, that of transformers the second.
+        # ``media_processor`` in the published code's processor, ``image_processor`` in that of transformers.
         media_processor = getattr(processor, "media_processor", None) or processor.image_processor
         return _kimi_rule(media_processor.media_proc_cfg)
     patch_size = hf_config.vision_config.patch_size

@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lm_adapter.engines.hf_checkpoint import VisionInterface
+from lm_adapter.engines.hf.checkpoint import VisionInterface
 from lm_adapter.items import Grid, Modality
 from lm_adapter.mrope import MRopePositions, mrope_positions
 from lm_adapter.placeholders import expand_placeholders
 
 SENTINEL = "<image>"
-"""What SGLang's own clients may write for an image in place of the model's placeholder."""
+"""SGLang's own clients may write this for an image, instead of the model's placeholder."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,6 +39,6 @@ class ImagePrompt:
 
 
 def with_placeholders(text: str, placeholder: str, image_text: str) -> str:
-    """The text with ``image_text`` for each sentinel, unless it has the model's placeholder: then a sentinel
-    is the user's own word."""
+    """Replaces each sentinel with ``image_text``. A text with the model's placeholder stays as it is: there a
+    sentinel is the user's own word."""
     return text if placeholder in text else text.replace(SENTINEL, image_text)

@@ -1,8 +1,8 @@
 """Rows for a request: from files to checked rows, on a thread of its own.
 
-Owns what is asked of the encoder, how many bytes of rows are held at once, and what is refused. The thread,
-its retries and its time limits are ``engines.plugin.calls``. Imports neither SGLang nor torch; torch where
-rows go to a GPU.
+Owns the calls for rows, the limit on the bytes that are held at once, and which rows are refused. The thread,
+its retries and its time limits are ``shared.encoder_thread``. Imports neither SGLang nor torch, except torch
+where rows go to a GPU.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from concurrent.futures import Future
 from typing import Any
 
 from lm_adapter.client import AsyncVisionEncoderClient
-from lm_adapter.engines.plugin.calls import EncoderCalls
-from lm_adapter.engines.plugin.geometry import Geometry
-from lm_adapter.engines.plugin.images import ImageFile
 from lm_adapter.engines.sglang.settings import Settings
+from lm_adapter.engines.shared.encoder_thread import EncoderThread
+from lm_adapter.engines.shared.geometry import Geometry
+from lm_adapter.engines.shared.images import ImageFile
 from lm_adapter.errors import DeadlineExceeded, EncoderError, InvalidRequest, InvalidRows
 from lm_adapter.items import Grid, ImageItem
 from lm_adapter.types import EncodedRows
 
 MAX_ROWS_BYTES = 1 << 30
-"""Of the requests whose rows are asked for, or are here and not handed to SGLang yet."""
+"""Limit on rows that are being fetched or not yet handed to SGLang."""
 
 
 class ByteLimit:
-    """Holds at most so many bytes at once, first come, first served. Thread-safe, for any event loop."""
+    """A limit on bytes that are held at once, first come, first served. Thread-safe, for any event loop."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = self._free_bytes = max_bytes
@@ -40,8 +40,8 @@ class ByteLimit:
 
     @contextlib.asynccontextmanager
     async def hold(self, num_bytes: int, timeout_s: float) -> AsyncIterator[None]:
-        """A holder of more than the limit is alone. Raises DeadlineExceeded where there is no room in
-        time."""
+        """Holds the bytes within the block; more than the limit, alone. Raises DeadlineExceeded if they do
+        not become free in time."""
         num_bytes = min(num_bytes, self._max_bytes)
         granted: Future[None] = Future()
         with self._lock:
@@ -75,8 +75,8 @@ class RowReader:
     """Thread-safe. ``read`` is for any event loop."""
 
     def __init__(self, settings: Settings, geometry: Geometry, gpu: int | None = None) -> None:
-        """gpu: the index of the GPU that rows go to; None for the host. Raises InvalidRequest for transports
-        that leave no way there."""
+        """gpu: the index of the GPU that rows go to; None for the host. Raises InvalidRequest if none of the
+        transports ends there."""
         if gpu is None:
             transports = tuple(name for name in settings.transports if name != "device")
             if not transports:
@@ -89,18 +89,18 @@ class RowReader:
         self._gpu = gpu
         self._limit = ByteLimit(MAX_ROWS_BYTES)
         self._timeout_s = settings.timeout_s
-        self._calls = EncoderCalls(settings, name="rows", reads_rows=True)
+        self._encoder_thread = EncoderThread(settings, name="rows", reads_rows=True)
 
     def close(self) -> None:
-        self._calls.close()
+        self._encoder_thread.close()
 
     @contextlib.asynccontextmanager
     async def read(
         self, images: Sequence[ImageFile], grids: Sequence[Grid]
     ) -> AsyncIterator[list[EncodedRows]]:
         """Checked rows of each image, which count in MAX_ROWS_BYTES until the block ends. grids: as the
-        model's processor computes them. Raises EncoderError: the first image's that has no rows. A caller
-        that is cancelled takes its call along."""
+        model's processor computes them. Raises the EncoderError of the first image that has no rows.
+        Cancelling the caller cancels the call."""
         items = [ImageItem(image.data, digest=image.digest) for image in images]
         started_s = time.monotonic()
         async with self._limit.hold(sum(map(self._geometry.num_bytes, grids)), self._timeout_s):
@@ -111,10 +111,10 @@ class RowReader:
                 try:
                     return await self._encode(client, items, grids, left_s)
                 except InvalidRows:
-                    # After an encoder's restart the client may have compared them with the former's model.
+                    # After a restart of the encoder, the client may have checked them against the old model.
                     return await self._encode(client, items, grids, left_s)
 
-            outcome: Any = await asyncio.wrap_future(self._calls.ask(call))
+            outcome: Any = await asyncio.wrap_future(self._encoder_thread.submit_future(call))
             if isinstance(outcome, EncoderError):
                 raise outcome
             yield outcome

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from lm_adapter.engines.plugin import settings
+from lm_adapter.engines.shared import settings
 from lm_adapter.errors import InvalidRequest
 
 VARIABLE = "SGLANG_VISION_ENCODER"
@@ -25,7 +25,7 @@ class Settings(settings.Settings):
 
 
 def read_settings(environment: Mapping[str, str]) -> Settings:
-    """Raises InvalidRequest for a missing variable, for what is no JSON object, and as ``Settings.read``."""
+    """Raises InvalidRequest if the variable is missing or no JSON object, and as ``Settings.read``."""
     text = environment.get(VARIABLE, "")
     if not text:
         raise InvalidRequest(
@@ -41,9 +41,9 @@ def read_settings(environment: Mapping[str, str]) -> Settings:
 
 
 def check_loaded(environment: Mapping[str, str]) -> None:
-    """Raises InvalidRequest unless SGLang loads both halves: with one alone a tower would stay in memory, or
-    be missing where images need it."""
+    """Raises InvalidRequest unless SGLang loads both halves. With the processor alone the tower would stay in
+    memory; with the models alone images would need a tower that is not there."""
     for name in LOADERS:
-        found = environment.get(name, "")
-        if found != PACKAGE:
-            raise InvalidRequest(f"{name} is {found!r}, needs {PACKAGE!r}: both of {' and '.join(LOADERS)}")
+        package = environment.get(name, "")
+        if package != PACKAGE:
+            raise InvalidRequest(f"{name} is {package!r}, needs {PACKAGE!r}: both of {' and '.join(LOADERS)}")

@@ -1,20 +1,25 @@
 """vLLM 0.32 without its vision tower: a plugin, fed by the service.
 
-Owns the names that vLLM is given: the connector class for ``ec_connector_module_path``, and the function that
-this package's entry point registers. Both are imported on demand. ``docs/vllm.md`` has the command line. An
-image or a clip passes the modules in this order:
+Owns the names that users and vLLM's entry points state: the connector class for ``ec_connector_module_path``,
+and ``register``. Both import the rest on demand. ``docs/vllm.md`` has the command line. An image or a clip
+passes the modules in this order:
 
-- ``frontend``    in the API server: the file, undecoded (``plugin.images``, ``clips``), and the first
-                  ``Prefetch``
-- ``processing``  its grid and placeholders (``kimi`` for Kimi-K2.5), and its form in a request
-                  (``file_requests``)
-- ``scheduler``   in the engine: which requests wait for which rows; ``cache``, which vLLM has itself
-- ``ranks``       in each worker: rows are read and checked; ``link`` carries orders and reports between them
-- ``connector``   the methods by which vLLM calls both; ``plugin.calls`` is the thread that calls the encoder
-- ``failures``    why a request failed, back to the API server
+- ``api_server``  ``media``: the file, undecoded (``shared.images``, ``clips``); ``server``: the first
+                  ``Prefetch``; ``parser``, ``processor``: its grid and placeholders (``kimi`` for Kimi-K2.5)
+- ``scheduler``   ``tracker``: which requests wait for which rows (``items``, ``requests``, ``room``,
+                  ``rows``); ``orders``: the calls that fetch them; ``vllm_cache_view``: which rows vLLM has
+- ``worker``      ``ranks``: rows are read and checked; ``without_tower``: the model that takes them
 
-``models`` has the model classes that run without a tower, ``plugin.geometry`` the rows that they take,
-``settings`` the settings.
+Each folder is one of vLLM's processes. The modules beside them are for several:
+
+- ``models``       the classes that vLLM registers, and the configurations that are refused
+- ``connector``    the methods by which vLLM calls scheduler and workers
+- ``file_items``   an image or a clip in a request, from the API server to the scheduler
+- ``rank_socket``  orders and reports between the scheduler and the workers
+- ``failures``     why a request failed, from the scheduler to the API server
+- ``settings``     the settings
+
+``shared.encoder_thread`` is the thread that calls the encoder, ``shared.geometry`` the rows of a model.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The methods of the vLLM 0.32 connector, which ``lm_adapter.engines.vllm`` joins with vLLM's base class.
 
-Owns which half answers what: in the scheduler ``scheduler``, in each worker ``ranks``. With a step travel the
-names of the rows that it computes with, and nothing else.
+Owns which part answers each method: ``scheduler.tracker`` in the scheduler, ``worker.ranks`` in each worker.
+A step carries only the names of the rows that it computes with.
 """
 
 from __future__ import annotations
@@ -10,24 +10,24 @@ import logging
 import time
 from typing import Any
 
-from lm_adapter.engines.plugin.calls import EncoderCalls
-from lm_adapter.engines.plugin.geometry import Geometry
-from lm_adapter.engines.vllm import cache
+from lm_adapter.engines.shared.encoder_thread import EncoderThread
+from lm_adapter.engines.shared.geometry import Geometry
 from lm_adapter.engines.vllm.failures import send_report
-from lm_adapter.engines.vllm.link import RankLink, StepRows
 from lm_adapter.engines.vllm.models import check_model
-from lm_adapter.engines.vllm.ranks import RankReader
-from lm_adapter.engines.vllm.scheduler import RequestTracker
+from lm_adapter.engines.vllm.rank_socket import RankSocket, StepRows
+from lm_adapter.engines.vllm.scheduler import vllm_cache_view
+from lm_adapter.engines.vllm.scheduler.tracker import RequestTracker
 from lm_adapter.engines.vllm.settings import Settings
+from lm_adapter.engines.vllm.worker.ranks import RankReader
 from lm_adapter.errors import InvalidRequest
 
 logger = logging.getLogger("vllm.vision_encoder")
 
 MIN_IDLE_S, MAX_IDLE_S, IDLE_SHARE = 0.004, 0.02, 0.5
 """vLLM steps all of its workers without pause while a request waits for rows and nothing else runs. The
-connector pauses it for this share of the time that it has been idle, because another request that comes
-meanwhile waits as well. Seen on two cores under Linux 6.18: two ranks that step every 4 ms can leave other
-processes no time, for seconds, not even an encoder on the same host."""
+connector then pauses vLLM for this share of the time that it has been idle; not longer, because a request
+that comes meanwhile waits as well. Seen on two cores under Linux 6.18: two ranks that step every 4 ms can
+leave no time to other processes for seconds, not even to an encoder on the same host."""
 
 
 class ConnectorMethods:
@@ -49,17 +49,17 @@ class ConnectorMethods:
         parallel = vllm_config.parallel_config
         # Other ranks of data parallelism would wait too.
         self._may_wait = parallel.data_parallel_size == 1
-        self._calls: EncoderCalls | None = None
+        self._encoder_thread: EncoderThread | None = None
         self._tracker: RequestTracker | None = None
         self._reader: RankReader | None = None
         link_name = f"vision-encoder-{transfer.engine_id}-{parallel.data_parallel_index}"
         if role.name == "SCHEDULER":
             num_ranks = parallel.tensor_parallel_size * parallel.prefill_context_parallel_size
-            self._calls = EncoderCalls(settings, name="requests")
-            self._link = RankLink(link_name, num_ranks)
-            self._calls.run(self._link.open())
+            self._encoder_thread = EncoderThread(settings, name="requests")
+            self._link = RankSocket(link_name, num_ranks)
+            self._encoder_thread.run_coroutine(self._link.open())
             self._tracker = RequestTracker(
-                self._calls,
+                self._encoder_thread,
                 self._link,
                 geometry,
                 settings,
@@ -67,16 +67,16 @@ class ConnectorMethods:
                 + vllm_config.num_prefill_lookahead_tokens,
                 report=send_report,
             )
-            cache.watch(vllm_config, self._tracker)
+            vllm_cache_view.watch(vllm_config, self._tracker)
             logger.info("image rows come from the encoder at %s as %s", settings.target, geometry)
         elif _computes_embeddings():
             self._reader = RankReader(settings, geometry, vllm_config.device_config.device, link_name)
 
     def shutdown(self) -> None:
-        if self._calls is not None:
-            calls, self._calls = self._calls, None
-            calls.run(self._link.close())
-            calls.close()
+        if self._encoder_thread is not None:
+            thread, self._encoder_thread = self._encoder_thread, None
+            thread.run_coroutine(self._link.close())
+            thread.close()
         if self._reader is not None:
             self._reader.close()
 
@@ -90,8 +90,8 @@ class ConnectorMethods:
         return self._requests.holds(identifier)
 
     def take_unavailable_requests(self) -> set[str]:
-        """vLLM calls this at the end of a step, before it schedules the next one. Once so many steps in a row
-        were empty that none with tokens is in flight, waits for rows, at most MAX_IDLE_S."""
+        """vLLM calls this at the end of a step, before it schedules the next one. Waits for rows, at most
+        MAX_IDLE_S, once so many steps in a row were empty that none with tokens is in flight."""
         if self._may_wait and self._num_idle > self._num_in_flight:
             share_s = IDLE_SHARE * (time.monotonic() - self._idle_since_s)
             self._requests.wait(min(max(share_s, MIN_IDLE_S), MAX_IDLE_S))
@@ -127,7 +127,7 @@ class ConnectorMethods:
             logger.info("%.0f MiB are reserved for rows that wait", num_bytes / 2**20)
 
     def start_load_caches(self, encoder_cache: dict[str, Any], **_: Any) -> None:
-        """Puts the rows that the step computes with into the encoder cache."""
+        """Puts the rows that the step computes with into vLLM's encoder cache."""
         if self._reader is not None:
             self._reader.begin_step(self._connector_metadata, encoder_cache)
 

@@ -1,7 +1,7 @@
 """The plugin's settings in vLLM: ``ec_connector_extra_config`` of ``--ec-transfer-config``.
 
-Owns which engines use the plugin, the setting that only vLLM has, and which sizes ``mm_processor_kwargs``
-ask for.
+Owns which engines use the plugin, the setting that only vLLM has, and the sizes that ``mm_processor_kwargs``
+request.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from lm_adapter.engines.plugin import settings
+from lm_adapter.engines.shared import settings
 
 MODULE = "lm_adapter.engines.vllm"
 CONNECTOR = "VisionEncoderConnector"
@@ -19,7 +19,7 @@ _MARK = "rows_come_from_vision_encoder"
 
 
 def has_connector(vllm_config: Any) -> bool:
-    """Whether the engine's rows come by this plugin's connector."""
+    """Whether the engine gets its rows through this plugin's connector."""
     transfer = vllm_config.ec_transfer_config
     return (
         transfer is not None
@@ -29,7 +29,8 @@ def has_connector(vllm_config: Any) -> bool:
 
 
 def mark(mm_config: Any) -> None:
-    """For the processors, which see no more of vLLM's configuration than its multimodal part."""
+    """Marks an engine with this plugin's connector, for the processors: they see only this part of vLLM's
+    configuration."""
     setattr(mm_config, _MARK, True)
 
 
@@ -38,19 +39,20 @@ def is_marked(mm_config: Any) -> bool:
 
 
 def given_sizes(options: Mapping[str, Any]) -> dict[str, int]:
-    """``min_pixels`` and ``max_pixels`` of a scope of ``mm_processor_kwargs``, without those that it leaves
-    to the checkpoint: two that are given may not contradict each other, one alone may. As in vLLM a number of
-    pixels comes before the edge of ``size`` that stands for it."""
+    """``min_pixels`` and ``max_pixels`` of one scope of ``mm_processor_kwargs``, without those that the scope
+    leaves to the checkpoint: the encoder refuses two given limits that contradict each other, but not one
+    that contradicts the checkpoint's. As in vLLM, a number of pixels takes precedence over the edge in
+    ``size``."""
     size = options.get("size") or {}
     edges = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
-    asked = {name: size.get(edge) for name, edge in edges.items()}
-    asked |= {name: options[name] for name in edges if options.get(name) is not None}
-    return {name: pixels for name, pixels in asked.items() if pixels is not None}
+    requested = {name: size.get(edge) for name, edge in edges.items()}
+    requested |= {name: options[name] for name in edges if options.get(name) is not None}
+    return {name: pixels for name, pixels in requested.items() if pixels is not None}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(settings.Settings):
-    """max_resident_bytes: bytes of rows that wait for vLLM's forward pass, on each GPU."""
+    """max_resident_bytes: limit on the bytes of rows that wait for vLLM's forward pass, on each GPU."""
 
     SOURCE: ClassVar[str] = "ec_connector_extra_config"
 

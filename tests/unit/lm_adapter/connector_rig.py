@@ -17,14 +17,15 @@ from unittest import mock
 
 import torch
 
-from lm_adapter.engines.plugin.geometry import GRID_FIELDS, Geometry
+from lm_adapter.engines.shared.encoder_thread import EncoderThread
+from lm_adapter.engines.shared.geometry import Geometry
 from lm_adapter.engines.vllm import connector as connector_module
 from lm_adapter.engines.vllm.connector import ConnectorMethods
 from lm_adapter.engines.vllm.failures import listening
-from lm_adapter.engines.vllm.file_requests import FileRequest
-from lm_adapter.engines.vllm.link import RankLink, StepRows
-from lm_adapter.engines.vllm.ranks import RankReader
-from lm_adapter.engines.vllm.scheduler import FILE_FIELD, RequestTracker
+from lm_adapter.engines.vllm.file_items import FILE_FIELD, GRID_FIELDS, FileItem
+from lm_adapter.engines.vllm.rank_socket import RankSocket, StepRows
+from lm_adapter.engines.vllm.scheduler.tracker import RequestTracker
+from lm_adapter.engines.vllm.worker.ranks import RankReader
 from lm_adapter.items import Grid
 from lm_adapter.keys import content_digest
 from tests.waiting import PATIENCE_S, wait_until
@@ -192,8 +193,13 @@ class Engine:
         self.caches.append({})
 
     @property
-    def link(self) -> RankLink:
-        found: RankLink = self.scheduler._link
+    def link(self) -> RankSocket:
+        found: RankSocket = self.scheduler._link
+        return found
+
+    @property
+    def encoder_thread(self) -> EncoderThread:
+        found: EncoderThread = self.scheduler._encoder_thread
         return found
 
     @property
@@ -209,7 +215,7 @@ class Engine:
         """As vLLM's scheduler gets it: two tokens of text before each image."""
         features, offset = [], 2
         for image in images:
-            packed = FileRequest(image.data, image.digest, reply=listening().name).packed()
+            packed = FileItem(image.data, image.digest, reply=listening().name).packed()
             data = Fields(
                 {
                     GRID_FIELDS[0]: Element(torch.tensor([image.grid])),
@@ -278,7 +284,7 @@ class Engine:
         is on its way."""
         assert self.scheduler.take_unavailable_requests() == set()
         self.load(self.schedule())
-        assert (self.tracker.used_bytes, self.tracker._rows) == (0, {})
+        assert self.tracker.used_bytes == 0
 
         def is_empty() -> bool:
             return not any(reader._reads or reader._rows for reader in self.readers)

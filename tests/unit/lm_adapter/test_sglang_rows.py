@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lm_adapter.engines.hf_checkpoint import VisionInterface
-from lm_adapter.engines.plugin.geometry import Geometry
-from lm_adapter.engines.plugin.images import ImageFile
+from lm_adapter.engines.hf.checkpoint import VisionInterface
 from lm_adapter.engines.sglang.prompt import ImagePrompt, with_placeholders
 from lm_adapter.engines.sglang.rows import ByteLimit, RowReader
 from lm_adapter.engines.sglang.settings import Settings
+from lm_adapter.engines.shared.geometry import Geometry
+from lm_adapter.engines.shared.images import ImageFile
 from lm_adapter.errors import DeadlineExceeded, EncoderError, InvalidRequest, InvalidRows
 from lm_adapter.items import Grid
 from lm_adapter.keys import content_digest

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from lm_adapter.engines.plugin.geometry import Geometry
-from lm_adapter.engines.plugin.reasons import status_of
-from lm_adapter.engines.vllm.clips import ClipFile, sampling_of
+from lm_adapter.engines.shared.error_text import status_of
+from lm_adapter.engines.shared.geometry import Geometry
+from lm_adapter.engines.vllm.api_server.clips import ClipFile, sampling_options
 from lm_adapter.engines.vllm.settings import given_sizes
 from lm_adapter.errors import InvalidRequest, InvalidRows, ItemFailed
 from lm_adapter.items import ClipItem, Grid, PreprocessOptions
@@ -103,7 +103,7 @@ def test_p12_another_choice_of_frames_is_another_item() -> None:
 def test_sampling_options_go_to_the_encoder_within_vllms_bounds(
     given: dict[str, Any], asked: dict[str, Any]
 ) -> None:
-    assert sampling_of(given, max_fps=30, max_frames=768) == asked
+    assert sampling_options(given, max_fps=30, max_frames=768) == asked
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_sampling_options_go_to_the_encoder_within_vllms_bounds(
 )
 def test_options_that_the_encoder_has_not_are_refused(given: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
-        sampling_of(given, max_fps=30, max_frames=768)
+        sampling_options(given, max_fps=30, max_frames=768)
 
 
 def test_sizes_that_a_request_leaves_to_the_checkpoint_are_not_sent() -> None:

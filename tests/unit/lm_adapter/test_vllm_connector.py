@@ -16,10 +16,10 @@ from typing import Any, cast
 import pytest
 import torch
 
-from lm_adapter.engines.plugin.calls import EncoderCalls, Ended
+from lm_adapter.engines.shared.encoder_thread import Completed, EncoderThread
 from lm_adapter.engines.vllm import connector as connector_module
 from lm_adapter.engines.vllm.connector import MAX_IDLE_S, MIN_IDLE_S, ConnectorMethods
-from lm_adapter.engines.vllm.link import StepRows
+from lm_adapter.engines.vllm.rank_socket import StepRows
 from lm_adapter.engines.vllm.settings import Settings
 from lm_adapter.errors import (
     DeadlineExceeded,
@@ -137,15 +137,15 @@ def test_only_the_first_pipeline_stage_reads(is_first: bool, monkeypatch: pytest
 
 # Calls ----------------------------------------------------------------------------------------------------
 
-NewCalls = Callable[..., EncoderCalls]
+NewCalls = Callable[..., EncoderThread]
 
 
 @pytest.fixture
 def new_calls() -> Iterator[NewCalls]:
-    made: list[EncoderCalls] = []
+    made: list[EncoderThread] = []
 
-    def make(**settings: Any) -> EncoderCalls:
-        made.append(EncoderCalls(Settings(target="127.0.0.1:1", **settings), name="test"))
+    def make(**settings: Any) -> EncoderThread:
+        made.append(EncoderThread(Settings(target="127.0.0.1:1", **settings), name="test"))
         return made[-1]
 
     yield make
@@ -168,30 +168,30 @@ class Answers:
         return answer
 
 
-def outcome_of(calls: EncoderCalls, call: Any) -> Any:
+def outcome_of(calls: EncoderThread, call: Any) -> Any:
     handle = object()
-    calls.start(handle, call)
+    calls.submit(handle, call)
     ended = next_ended(calls)
     assert ended.handle is handle
-    assert not calls.ended
+    assert not calls.completed
     return ended.outcome
 
 
-def next_ended(calls: EncoderCalls) -> Ended:
+def next_ended(calls: EncoderThread) -> Completed:
     started_s = time.monotonic()
-    while not calls.ended and time.monotonic() - started_s < PATIENCE_S:
+    while not calls.completed and time.monotonic() - started_s < PATIENCE_S:
         calls.wait(PATIENCE_S)
-    return calls.ended.popleft()
+    return calls.completed.popleft()
 
 
-def pass_time_on_loop(calls: EncoderCalls) -> None:
+def pass_time_on_loop(calls: EncoderThread) -> None:
     """All that was begun before has had its turn."""
 
     async def pause() -> None:
         for _ in range(5):
             await asyncio.sleep(0)
 
-    calls.run(pause())
+    calls.run_coroutine(pause())
 
 
 def test_an_ended_call_wakes_the_engine_at_once(new_calls: NewCalls) -> None:
@@ -199,9 +199,9 @@ def test_an_ended_call_wakes_the_engine_at_once(new_calls: NewCalls) -> None:
     started_s = time.monotonic()
     calls.wait(0.05)
     assert time.monotonic() - started_s >= 0.05
-    threading.Timer(0.05, calls.start, ("image", Answers(7))).start()
+    threading.Timer(0.05, calls.submit, ("image", Answers(7))).start()
     calls.wait(2 * PATIENCE_S)
-    assert [(ended.handle, ended.outcome) for ended in calls.ended] == [("image", 7)]
+    assert [(ended.handle, ended.outcome) for ended in calls.completed] == [("image", 7)]
     calls.wait(2 * PATIENCE_S)  # not popped yet
     assert time.monotonic() - started_s < PATIENCE_S
 
@@ -285,8 +285,8 @@ def test_p17_a_cancelled_call_ends_without_an_entry_and_leaves_nothing(
 ) -> None:
     calls, call, handle, may_go_on = new_calls(), Endless(), Handle(), threading.Event()
     if not has_begun:
-        calls.on_loop(may_go_on.wait, PATIENCE_S)
-    calls.start(handle, call)
+        calls.call_soon(may_go_on.wait, PATIENCE_S)
+    calls.submit(handle, call)
     if has_begun:
         assert call.has_begun.wait(PATIENCE_S)
     calls.cancel(Handle())  # of no call
@@ -294,7 +294,7 @@ def test_p17_a_cancelled_call_ends_without_an_entry_and_leaves_nothing(
     may_go_on.set()
     pass_time_on_loop(calls)
     assert call.has_begun.is_set() == call.was_cancelled.is_set() == has_begun
-    assert not calls.ended
+    assert not calls.completed
     gone = weakref.ref(handle)
     del handle
     gc.collect()
@@ -304,27 +304,27 @@ def test_p17_a_cancelled_call_ends_without_an_entry_and_leaves_nothing(
 
 def test_a_call_may_be_waited_for_by_its_caller_alone(new_calls: NewCalls) -> None:
     calls = new_calls(timeout_s=0.5)
-    assert calls.ask(Answers(EncoderUnavailable("it is away"), 7)).result(PATIENCE_S) == 7
-    late = calls.ask(Answers(EncoderUnavailable("it is away"))).result(PATIENCE_S)
+    assert calls.submit_future(Answers(EncoderUnavailable("it is away"), 7)).result(PATIENCE_S) == 7
+    late = calls.submit_future(Answers(EncoderUnavailable("it is away"))).result(PATIENCE_S)
     assert isinstance(late, EncoderUnavailable)
     call = Endless()
-    asked = calls.ask(call)
+    asked = calls.submit_future(call)
     assert call.has_begun.wait(PATIENCE_S)
     assert asked.cancel()
     assert call.was_cancelled.wait(PATIENCE_S)
-    assert not calls.ended
+    assert not calls.completed
 
 
 def test_closing_cancels_calls_and_is_harmless_when_repeated(new_calls: NewCalls) -> None:
     calls, started, waited_for = new_calls(), Endless(), Endless()
     assert outcome_of(calls, Answers(7)) == 7  # now there is a client to close
-    calls.start("image", started)
-    asked = calls.ask(waited_for)
+    calls.submit("image", started)
+    asked = calls.submit_future(waited_for)
     for call in (started, waited_for):
         assert call.has_begun.wait(PATIENCE_S)
     for _ in range(2):
         calls.close()
     assert started.was_cancelled.is_set()
-    assert not calls.ended
+    assert not calls.completed
     with pytest.raises(CancelledError):
         asked.result(PATIENCE_S)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from lm_adapter.engines.plugin.reasons import MAX_MESSAGE_CHARS, status_of
+from lm_adapter.engines.shared.error_text import MAX_MESSAGE_CHARS, status_of
 from lm_adapter.engines.vllm import failures as failures_module
 from lm_adapter.engines.vllm.failures import MAX_KEPT, Failures, send_report
 from lm_adapter.errors import (

@@ -12,25 +12,19 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from lm_adapter.engines.plugin.calls import Call, Ended
-from lm_adapter.engines.plugin.geometry import Geometry
-from lm_adapter.engines.vllm import scheduler
-from lm_adapter.engines.vllm.file_requests import FileRequest
-from lm_adapter.engines.vllm.link import RowsOrder, StepRows
-from lm_adapter.engines.vllm.scheduler import (
-    CLIP_FIELD,
-    FILE_FIELD,
-    GONE,
-    RequestTracker,
-    SharedRows,
-    WantedItem,
-)
+from lm_adapter.engines.shared.encoder_thread import Call, Completed
+from lm_adapter.engines.shared.geometry import Geometry
+from lm_adapter.engines.vllm.file_items import CLIP_FIELD, FILE_FIELD, FileItem
+from lm_adapter.engines.vllm.rank_socket import RowsOrder, StepRows
+from lm_adapter.engines.vllm.scheduler.items import RequestItem
+from lm_adapter.engines.vllm.scheduler.orders import GONE
+from lm_adapter.engines.vllm.scheduler.rows import RowsEntry
+from lm_adapter.engines.vllm.scheduler.tracker import RequestTracker
 from lm_adapter.engines.vllm.settings import Settings
 from lm_adapter.errors import DeadlineExceeded, EncoderError, EncoderUnavailable, InvalidRows, ItemFailed
 from lm_adapter.items import ClipItem, Grid, Modality, PreprocessOptions
@@ -76,7 +70,7 @@ def request_of(*images: Image, reply: str = "") -> Request:
     for image in images:
         num_rows = GEOMETRY.num_rows(image.grid)
         options = PreprocessOptions(min_pixels=image.min_pixels or None)
-        file = FileRequest(b"file", image.digest, image.modality, options, reply, image.is_announced)
+        file = FileItem(b"file", image.digest, image.modality, options, reply, image.is_announced)
         packed = file.packed()
         is_clip = image.modality is Modality.VIDEO
         data = {
@@ -91,27 +85,27 @@ def request_of(*images: Image, reply: str = "") -> Request:
 
 
 class Engine:
-    """``EncoderCalls`` and ``RankLink`` of a tracker, and its reports. on_ranks: rows by number."""
+    """``EncoderThread`` and ``RankSocket`` of a tracker, and its reports. on_ranks: rows by number."""
 
     def __init__(self) -> None:
-        self.ended: deque[Ended] = deque()
-        self.open: dict[SharedRows, Call] = {}
-        self.on_ranks: dict[int, WantedItem] = {}
+        self.completed: deque[Completed] = deque()
+        self.open: dict[RowsEntry, Call] = {}
+        self.on_ranks: dict[int, RequestItem] = {}
         self.reported: list[tuple[str, str, EncoderError]] = []
         self.cancelled: list[str] = []
         self.num_started = 0
         self.num_waits = 0
         self._numbers = itertools.count(1)
 
-    def start(self, handle: SharedRows, call: Call) -> None:
+    def submit(self, handle: RowsEntry, call: Call) -> None:
         self.num_started += 1
         self.open[handle] = call
 
-    def cancel(self, handle: SharedRows) -> None:
-        self.cancelled.append(handle.wanted.identifier)
+    def cancel(self, handle: RowsEntry) -> None:
+        self.cancelled.append(handle.item.identifier)
         self.open.pop(handle, None)
 
-    def on_loop(self, function: Callable[..., object], *arguments: object) -> None:
+    def call_soon(self, function: Callable[..., object], *arguments: object) -> None:
         function(*arguments)
 
     def wait(self, timeout_s: float) -> None:
@@ -120,7 +114,7 @@ class Engine:
     def drop(self, number: int) -> None:
         del self.on_ranks[number]
 
-    def begin(self, step: StepRows) -> dict[str, WantedItem]:
+    def begin(self, step: StepRows) -> dict[str, RequestItem]:
         """On the workers. Returns the rows that it computes with, by identifier."""
         found = {identifier: self.on_ranks[number] for number, identifier in step.hand_over}
         for number in step.drop:
@@ -132,26 +126,33 @@ class Engine:
 
     @property
     def under_way(self) -> list[str]:
-        return [handle.wanted.identifier for handle in self.open]
+        return [handle.item.identifier for handle in self.open]
 
     def end(self, name: str, error: EncoderError | None = None) -> None:
-        (handle,) = [handle for handle in self.open if handle.wanted.identifier == name]
+        (handle,) = [handle for handle in self.open if handle.item.identifier == name]
         del self.open[handle]
         number = next(self._numbers)
         if error is None:
-            self.on_ranks[number] = handle.wanted
-        self.ended.append(Ended(handle, error or number))
+            self.on_ranks[number] = handle.item
+        self.completed.append(Completed(handle, error or number))
 
     def end_all(self) -> None:
         for name in self.under_way:
             self.end(name)
 
 
-def tracker_of(engine: Engine, step_tokens: int = 1000, **changes: Any) -> RequestTracker:
+def tracker_of(
+    engine: Engine,
+    step_tokens: int = 1000,
+    clock: Callable[[], float] = time.monotonic,
+    **changes: Any,
+) -> RequestTracker:
     """By default with room for four items."""
     both: Any = engine
     settings = replace(SETTINGS, **changes)
-    return RequestTracker(both, both, GEOMETRY, settings, step_tokens=step_tokens, report=engine.report)
+    return RequestTracker(
+        both, both, GEOMETRY, settings, step_tokens=step_tokens, report=engine.report, clock=clock
+    )
 
 
 @pytest.fixture
@@ -227,7 +228,7 @@ def test_rows_in_vllms_own_cache_are_not_ordered(tracker: RequestTracker, engine
     """Unless others are missing, for which vLLM may free them in the same pass."""
     known, other, new = new_image(), new_image(), new_image()
     in_cache = {known.name, other.name}
-    tracker.in_cache = in_cache
+    tracker.watch_cache(in_cache)
     assert tracker.ensure(request_of(known, other, known), 0)
     assert engine.num_started == 0
     request = request_of(known, new)
@@ -263,7 +264,7 @@ def test_the_rows_of_a_step_are_handed_over_once_by_number(tracker: RequestTrack
     assert tracker.take_step(has_tokens=False) == StepRows()
     ((number, name),) = tracker.take_step(has_tokens=True).hand_over
     assert name == images[1].name
-    assert engine.on_ranks[number].request.digest == images[1].digest
+    assert engine.on_ranks[number].file.digest == images[1].digest
     assert tracker.take_step(has_tokens=True) == StepRows()
 
 
@@ -293,7 +294,7 @@ def test_a_finished_request_cancels_its_calls(tracker: RequestTracker, engine: E
     ((handle, _),) = engine.open.items()
     tracker.finished(request)
     assert engine.cancelled == [image.name]
-    engine.ended.append(Ended(handle, UNDECODABLE))  # it ended before the cancellation arrived
+    engine.completed.append(Completed(handle, UNDECODABLE))  # it ended before the cancellation arrived
     assert tracker.take_unavailable() == set()
     assert not tracker.holds(image.name)
     assert tracker.used_bytes == 0
@@ -311,7 +312,7 @@ def test_p24_rows_are_let_go_behind_vllm_and_obtained_anew_after_preemption(
     assert is_ready(tracker, engine, request)
     tracker.passed(request, 0)
     assert tracker.used_bytes == ITEM_BYTES
-    assert [wanted.identifier for wanted in engine.on_ranks.values()] == [second.name]
+    assert [item.identifier for item in engine.on_ranks.values()] == [second.name]
     assert tracker.ensure(request, 9)
     assert not tracker.ensure(request, 0)
     assert engine.num_started == 3  # the second image is still held
@@ -549,12 +550,10 @@ def test_p32_a_failed_item_rejects_the_requests_that_wait_for_it_and_no_others(
 
 
 @pytest.mark.parametrize("error", [UNDECODABLE, EncoderUnavailable("away"), DeadlineExceeded("slow")])
-def test_p32_a_request_that_joined_late_has_time_of_its_own(
-    error: EncoderError, tracker: RequestTracker, engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_p32_a_request_that_joined_late_has_time_of_its_own(error: EncoderError, engine: Engine) -> None:
     """After the second half of the time that the first request had, unless the item is at fault."""
     clock = [100.0]
-    monkeypatch.setattr(scheduler, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    tracker = tracker_of(engine, clock=lambda: clock[0])
     image, other = new_image(), new_image()
     first, early, late = request_of(image), request_of(image), request_of(other, image)
     for clock[0], request in ((100.0, first), (101.0, early), (104.0, late)):
@@ -577,11 +576,11 @@ def test_p32_a_request_that_joined_late_has_time_of_its_own(
 
 @pytest.mark.parametrize("is_away", [True, False])
 def test_p32_requests_that_wait_for_room_do_not_outwait_an_encoder_that_is_away(
-    tracker: RequestTracker, engine: Engine, monkeypatch: pytest.MonkeyPatch, is_away: bool
+    engine: Engine, is_away: bool
 ) -> None:
     """They wait at most twice as long as a call, unless the encoder has rows for others meanwhile."""
     clock = [100.0]
-    monkeypatch.setattr(scheduler, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    tracker = tracker_of(engine, clock=lambda: clock[0])
     first, second = ([request_of(new_image()) for _ in range(4)] for _ in range(2))
     rest = [request_of(new_image()) for _ in range(20)]
     for clock[0], requests in ((100.0, first), (101.0, second), (102.0, rest)):
@@ -733,7 +732,7 @@ def test_p32_rows_that_vllm_counts_as_in_its_cache_are_ordered_if_no_step_had_th
     image = new_image()
     first, second = request_of(image), request_of(image)
     allocate_without_step(tracker, engine, first)
-    tracker.in_cache = {image.name}
+    tracker.watch_cache({image.name})
     tracker.finished(first)
     tracker.flush()
     assert not tracker.ensure(second, 0)
@@ -831,12 +830,12 @@ def test_p24_a_running_request_gets_the_room_of_those_that_wait_for_its_kv_block
     begun, new = [new_image(), new_image()], request_of(new_image())
     waiting = request_of(*(new_image() for _ in range(num_waiting)))
     running = request_of(*begun)
-    tracker.in_cache = {image.name for image in begun}
+    tracker.watch_cache({image.name for image in begun})
     assert tracker.ensure(running, 0)
     running.status = RequestStatus.RUNNING
     assert is_ready(tracker, engine, waiting)
     assert not tracker.ensure(new, 0)
-    tracker.in_cache = set()
+    tracker.watch_cache(set())
     assert not tracker.ensure(running, 2)
     assert engine.under_way[:2] == [image.name for image in begun]
     assert not tracker.ensure(running, 2)
@@ -858,11 +857,11 @@ def test_p24_a_running_request_gets_the_room_of_one_that_lost_its_kv_blocks(
     tracker = tracker_of(engine, step_tokens=1)
     begun = [new_image(), new_image()]
     running, other = request_of(*begun), request_of(*(new_image() for _ in range(num_images)))
-    tracker.in_cache = {image.name for image in begun}
+    tracker.watch_cache({image.name for image in begun})
     assert tracker.ensure(running, 0)
     assert is_ready(tracker, engine, other)
     running.status = other.status = RequestStatus.RUNNING
-    tracker.in_cache = set()
+    tracker.watch_cache(set())
     assert not tracker.ensure(running, 2)
     assert not engine.open
     other.status = RequestStatus.PREEMPTED
@@ -895,11 +894,11 @@ def test_p24_a_request_that_vllms_cache_let_in_queues_behind_others_until_it_run
 ) -> None:
     known, queued = request_of(new_image()), request_of(new_image())
     large = request_of(*(new_image() for _ in range(4)))
-    tracker.in_cache = {known.mm_features[0].identifier}
+    tracker.watch_cache({known.mm_features[0].identifier})
     assert tracker.ensure(known, 0)
     assert is_ready(tracker, engine, large)
     assert not tracker.ensure(queued, 0)
-    tracker.in_cache = set()
+    tracker.watch_cache(set())
     assert not tracker.ensure(known, 0)
     tracker.finished(large)
     assert engine.under_way == [one.mm_features[0].identifier for one in (queued, known)]
@@ -908,11 +907,11 @@ def test_p24_a_request_that_vllms_cache_let_in_queues_behind_others_until_it_run
 def test_p24_two_running_requests_do_not_take_each_others_room(engine: Engine) -> None:
     tracker = tracker_of(engine)
     first, second = (request_of(*(new_image() for _ in range(3))) for _ in range(2))
-    tracker.in_cache = {feature.identifier for one in (first, second) for feature in one.mm_features}
+    tracker.watch_cache({feature.identifier for one in (first, second) for feature in one.mm_features})
     for request in (first, second):
         assert tracker.ensure(request, 0)
         request.status = RequestStatus.RUNNING
-    tracker.in_cache = set()
+    tracker.watch_cache(set())
     for _ in range(3):
         assert not tracker.ensure(first, 1)
         assert not tracker.ensure(second, 1)
@@ -1113,14 +1112,13 @@ GONE_AGAIN = gone()
 KNOWN, KEY = b"known", b"key"
 
 
-def obtain(encoder: Encoder, monkeypatch: pytest.MonkeyPatch, image: Image = X) -> Any:
+def obtain(encoder: Encoder, image: Image = X) -> Any:
     """What the call that a tracker starts for the image returns, within 30 s."""
     calls: Any = Engine()
     anything: Any = encoder
-    tracker = RequestTracker(calls, anything, GEOMETRY, SETTINGS, step_tokens=1000)
+    tracker = RequestTracker(calls, anything, GEOMETRY, SETTINGS, step_tokens=1000, clock=encoder.monotonic)
     tracker.ensure(request_of(image), 0)
     (call,) = calls.open.values()
-    monkeypatch.setattr(scheduler, "time", encoder)
 
     async def carry_out() -> Any:
         return await call(anything, 30.0)
@@ -1129,9 +1127,9 @@ def obtain(encoder: Encoder, monkeypatch: pytest.MonkeyPatch, image: Image = X) 
 
 
 @pytest.mark.parametrize("route", [b"", b"route"])
-def test_rows_are_ordered_by_key_and_route(route: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_ordered_by_key_and_route(route: bytes) -> None:
     encoder = Encoder([status_of(None, route)], [None])
-    number = obtain(encoder, monkeypatch, replace(X, min_pixels=9))
+    number = obtain(encoder, replace(X, min_pixels=9))
     assert encoder.orders == [RowsOrder(number, KEY, route or X.digest, GRID)]
     assert number > 0
     (item,) = encoder.items
@@ -1154,13 +1152,12 @@ def test_p32_rows_are_ordered_again_by_another_number_while_they_are_gone(
     failures: list[ItemFailed | None],
     asked: str,
     keys: list[bytes],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """announced_key: of an item that was announced, which is ordered by its key alone as long as there are
     rows of it; None of another item."""
     encoder = Encoder(list(statuses), list(failures))
     encoder.key = announced_key or None
-    number = obtain(encoder, monkeypatch, replace(X, is_announced=announced_key is not None))
+    number = obtain(encoder, replace(X, is_announced=announced_key is not None))
     assert encoder.asked == list(zip(asked.split(), [30.0, 29.0, 28.0, 27.0], strict=False))
     numbers = [order.number for order in encoder.orders]
     assert encoder.orders == [RowsOrder(*pair, X.digest, GRID) for pair in zip(numbers, keys, strict=True)]
@@ -1184,27 +1181,26 @@ def test_p32_the_last_failure_comes_through(
     statuses: list[Any],
     failures: list[ItemFailed | None],
     num_asked: int,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     encoder = Encoder(list(statuses), list(failures))
     encoder.key = announced_key
     with pytest.raises(ItemFailed) as caught:
-        obtain(encoder, monkeypatch, replace(X, is_announced=announced_key is not None))
+        obtain(encoder, replace(X, is_announced=announced_key is not None))
     assert caught.value is (GONE_AGAIN if GONE_AGAIN in failures else UNDECODABLE)
     assert len(encoder.asked) == num_asked
 
 
-def test_a_clip_is_asked_for_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_clip_is_asked_for_as_one() -> None:
     encoder = Encoder([status_of(CLIP_GRID)], [None])
     clip = replace(X, grid=CLIP_GRID, modality=Modality.VIDEO)
-    obtain(encoder, monkeypatch, clip)
+    obtain(encoder, clip)
     assert encoder.items == [ClipItem(b"file", clip.digest)]
 
 
-def test_p22_a_grid_of_the_encoder_that_is_not_the_prompts_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_p22_a_grid_of_the_encoder_that_is_not_the_prompts_fails() -> None:
     encoder = Encoder([status_of(TURNED)], [])
     with pytest.raises(InvalidRows) as caught:
-        obtain(encoder, monkeypatch)
+        obtain(encoder)
     assert f"grid_thw is {list(TURNED)}, the prompt was made for {list(GRID)}" in str(caught.value)
     assert encoder.orders == []
 
@@ -1240,7 +1236,7 @@ class Vllm:
         self.running: list[Running] = []
         self.steps: deque[tuple[StepRows, dict[str, tuple[Grid, bytes]], set[str], set[str]]] = deque()
         self.in_cache: set[str] = set()
-        self.tracker.in_cache = self.in_cache
+        self.tracker.watch_cache(self.in_cache)
         self.freed: set[str] = set()
         """What the workers are told with the next step."""
         self.on_workers: set[str] = set()
@@ -1328,7 +1324,7 @@ class Vllm:
         step, used, cached, freed = self.steps.popleft()
         self.on_workers -= freed
         found = self.engine.begin(step)
-        assert used.items() <= {name: (one.grid, one.request.digest) for name, one in found.items()}.items()
+        assert used.items() <= {name: (one.grid, one.file.digest) for name, one in found.items()}.items()
         self.on_workers |= found.keys()
         assert cached <= self.on_workers
 
@@ -1382,7 +1378,7 @@ class Vllm:
                 self.tracker.flush()
             self.reject()
             assert 0 <= self.tracker.used_bytes <= SETTINGS.max_resident_bytes
-            on_ranks = sum(wanted.num_bytes for wanted in self.engine.on_ranks.values())
+            on_ranks = sum(item.num_bytes for item in self.engine.on_ranks.values())
             waiting = [number for step, *_ in self.steps for number in step.drop]
             leaving = sum(self.engine.on_ranks[number].num_bytes for number in waiting)
             assert on_ranks - leaving <= self.tracker.used_bytes

@@ -1,7 +1,7 @@
-"""Calls to the encoder from threads that must not wait: a thread with an event loop and a client.
+"""Calls to the encoder for threads that must not wait: a thread with an event loop and a client.
 
-Owns the thread, the time limits and the retries. Each call ends with a value or an error; nothing here raises
-into the engine. What is asked is the caller's: a function from client and seconds to a value.
+Owns the thread, the time limits and the retries. Each call ends with a value or an error; no call raises into
+the engine. The user of the thread passes the call: a function from client and seconds to a value.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lm_adapter.client import AsyncVisionEncoderClient
-from lm_adapter.engines.plugin.settings import Settings
+from lm_adapter.engines.shared.settings import Settings
 from lm_adapter.errors import DeadlineExceeded, EncoderError, ItemFailed
 
 FIRST_BACKOFF_S = 0.02
@@ -25,23 +25,25 @@ MAX_BACKOFF_S = 0.5
 CLOSE_S = 10.0
 
 Call = Callable[[AsyncVisionEncoderClient, float], Awaitable[Any]]
-"""Gets the client and the seconds that are left. Returns a value, or an EncoderError, or raises one."""
+"""Gets the client and the number of seconds that are left. Returns a value or an EncoderError, or raises
+one."""
 
 
 @dataclass(frozen=True, eq=False)
-class Ended:
-    """The end of one call. outcome: its value, or an EncoderError."""
+class Completed:
+    """A call that has ended. outcome: its value, or an EncoderError."""
 
     handle: object
     outcome: Any
 
 
-class EncoderCalls:
-    """``start`` and ``cancel`` return at once; ``ended`` holds what has ended, for one thread to pop."""
+class EncoderThread:
+    """``submit`` and ``cancel`` return at once. ``completed`` has the calls that have ended; one thread pops
+    them."""
 
     def __init__(self, settings: Settings, *, name: str, reads_rows: bool = False) -> None:
         """name: of the thread. reads_rows: as of ``Settings.client``."""
-        self.ended: deque[Ended] = deque()
+        self.completed: deque[Completed] = deque()
         self._has_ended = threading.Event()
         self._settings = settings
         self._reads_rows = reads_rows
@@ -51,34 +53,36 @@ class EncoderCalls:
         self._thread = threading.Thread(target=self._run, name=f"vision-encoder-{name}", daemon=True)
         self._thread.start()
 
-    def start(self, handle: object, call: Call) -> None:
+    def submit(self, handle: object, call: Call) -> None:
+        """Starts the call. Its outcome goes into ``completed``, with the handle."""
         self._loop.call_soon_threadsafe(self._begin, handle, call)
 
-    def ask(self, call: Call) -> Future[Any]:
-        """Gets the outcome: a value, or an EncoderError. Cancelling it cancels the call."""
+    def submit_future(self, call: Call) -> Future[Any]:
+        """Starts the call. The future gets its outcome: a value, or an EncoderError. Cancelling the future
+        cancels the call."""
         return asyncio.run_coroutine_threadsafe(self._with_retries(call), self._loop)
 
     def cancel(self, handle: object) -> None:
-        """Ends the call without an entry in ``ended``, unless it has ended already."""
+        """Ends the call without an entry in ``completed``, unless it has ended already."""
         self._loop.call_soon_threadsafe(self._cancel, handle)
 
     @property
-    def num_under_way(self) -> int:
-        """Calls of ``start`` that have not ended."""
+    def num_pending(self) -> int:
+        """Number of calls of ``submit`` that have not ended."""
         return len(self._tasks)
 
-    def on_loop(self, function: Callable[..., object], *arguments: object) -> None:
-        """Calls it soon, on the thread."""
+    def call_soon(self, function: Callable[..., object], *arguments: object) -> None:
+        """Calls the function soon, on the thread."""
         self._loop.call_soon_threadsafe(function, *arguments)
 
-    def run(self, coroutine: Coroutine[Any, Any, Any], timeout_s: float = CLOSE_S) -> Any:
-        """Runs it on the thread, and waits for its result."""
+    def run_coroutine(self, coroutine: Coroutine[Any, Any, Any], timeout_s: float = CLOSE_S) -> Any:
+        """Runs the coroutine on the thread, and waits for its result."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout_s)
 
     def wait(self, timeout_s: float) -> None:
-        """Waits until ``ended`` is not empty, at most ``timeout_s``."""
+        """Waits until ``completed`` is not empty, at most ``timeout_s``."""
         self._has_ended.clear()
-        if not self.ended:
+        if not self.completed:
             self._has_ended.wait(timeout_s)
 
     def close(self) -> None:
@@ -101,14 +105,14 @@ class EncoderCalls:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         if self._client is not None:
-            # An interpreter that is ending starts no more threads, which closing needs.
+            # Closing needs a thread, and an interpreter that is ending starts none.
             with contextlib.suppress(RuntimeError):
                 await self._client.close()
 
     def _begin(self, handle: object, call: Call) -> None:
         task = self._loop.create_task(self._carry_out(handle, call))
         self._tasks[handle] = task
-        # Also of a task that is cancelled before it begins.
+        # A callback, because a task that is cancelled before it begins runs nothing of its own.
         task.add_done_callback(lambda _: self._tasks.pop(handle, None))
 
     def _cancel(self, handle: object) -> None:
@@ -117,7 +121,7 @@ class EncoderCalls:
             task.cancel()
 
     async def _carry_out(self, handle: object, call: Call) -> None:
-        self.ended.append(Ended(handle, await self._with_retries(call)))
+        self.completed.append(Completed(handle, await self._with_retries(call)))
         self._has_ended.set()
 
     async def _with_retries(self, call: Call) -> Any:
@@ -146,5 +150,5 @@ class EncoderCalls:
         except EncoderError as error:
             return error
         except Exception as error:
-            # Whatever fails, only this item may fail with it.
+            # No error may end more than this item.
             return ItemFailed(f"asking the encoder failed: {type(error).__name__}: {error}")

@@ -22,15 +22,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lm_adapter.engines.hf_checkpoint import read_config, vision_interface
-from lm_adapter.engines.hf_driver import Prefilled, RemoteItem, RemoteVisionLM
+from lm_adapter.engines.hf.checkpoint import read_config, vision_interface
+from lm_adapter.engines.hf.driver import RemoteVisionLM
 from lm_adapter.errors import InvalidRequest, MissingDependency
 
 if TYPE_CHECKING:
     import torch
-
-__all__ = ["Prefilled", "RemoteItem", "RemoteVisionLM", "import_transformers", "load_language_model"]
-
 
 _LANGUAGE_PREFIX = r"^(model\.language_model|language_model\.model)\."
 _HEAD_NAMES = ("lm_head.weight", "language_model.lm_head.weight")

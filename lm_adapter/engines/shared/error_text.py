@@ -1,4 +1,4 @@
-"""What an engine's client learns of a failed item: an HTTP status and a text."""
+"""What an engine's client gets for a failed item: an HTTP status and a text."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CLIENTS_FAULT = (3, 9, 11)
 
 
 def status_of(error: EncoderError) -> int:
-    """The HTTP status of an item that could not be had."""
+    """The HTTP status for an item without rows."""
     if error.reason in STATUSES:
         return STATUSES[error.reason]
     if getattr(error, "status", 0) in CLIENTS_FAULT:
@@ -34,5 +34,5 @@ def status_of(error: EncoderError) -> int:
 
 
 def message_of(error: EncoderError) -> str:
-    """What the client reads."""
+    """Reason and message, as the client reads them, each cut to its limit."""
     return f"{error.reason[:MAX_REASON_CHARS]}: {error.message[:MAX_MESSAGE_CHARS]}"

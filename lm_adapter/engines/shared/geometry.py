@@ -1,4 +1,7 @@
-"""The rows that a language model takes. Reads an engine's ModelConfig by attribute, and imports no torch."""
+"""The rows that a language model takes: how many, how wide, and in which dtype.
+
+Reads the ModelConfig of vLLM or SGLang by attribute. Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +9,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from lm_adapter.checks import check_rows
-from lm_adapter.engines.hf_checkpoint import vision_interface
+from lm_adapter.engines.hf.checkpoint import vision_interface
 from lm_adapter.errors import InvalidRequest, InvalidRows
 from lm_adapter.items import Grid
 from lm_adapter.types import ITEMSIZE_BYTES, ROW_DTYPES, EncodedRows
 
-GRID_FIELDS = ("image_grid_thw", "video_grid_thw", "grid_thws")
-"""vLLM's names of an item's grid; each item has one of them."""
-
 
 @dataclass(frozen=True)
 class Geometry:
-    """The rows that a language model can take. width: D * (1 + num_levels) elements."""
+    """width: elements of a row, D * (1 + num_levels). check_finite: ``check`` looks for NaN and infinity."""
 
     width: int
     dtype: str

@@ -1,9 +1,8 @@
-"""Between the connector's two halves: which rows each rank is to read, and what became of it.
+"""Socket from the scheduler to its ranks: orders to read rows, and reports of reads.
 
-Owns the socket, its frames and the orders that are open. vLLM carries nothing between them in steps without
-tokens (its first model runner does not call connectors there), and while a request waits for rows there may
-be no other steps; so orders and reports have a way of their own, a unix socket on the host. Rows are never in
-it.
+Owns the unix socket, its frames and the orders that are pending. vLLM carries nothing between scheduler and
+workers in steps without tokens: its first model runner does not call connectors there. While a request waits
+for rows, there may be no other steps. Rows never pass this socket.
 """
 
 from __future__ import annotations
@@ -18,24 +17,24 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from lm_adapter.engines.plugin.reasons import MAX_MESSAGE_CHARS, MAX_REASON_CHARS
+from lm_adapter.engines.shared.error_text import MAX_MESSAGE_CHARS, MAX_REASON_CHARS
 from lm_adapter.errors import EncoderError, ItemFailed
 from lm_adapter.items import Grid
 
 CONNECT_S = 0.05
 LENGTH = struct.Struct("<I")
 MAX_FRAME_BYTES = 1 << 20
-BROKEN = (EOFError, OSError, ValueError, KeyError, TypeError)
-"""What the end of a connection or a wrong frame raises."""
+LINK_ERRORS = (EOFError, OSError, ValueError, KeyError, TypeError)
+"""Raised at the end of a connection and by a malformed frame."""
 MAX_DROPS = 4096
-"""The latest drops, which a rank gets again when it connects again."""
+"""Drops kept to be sent again to a rank that reconnects."""
 INTERNAL = 13
-"""gRPC's status of a failure with no other."""
+"""gRPC's status for a failure that states none."""
 
 
 @dataclass(frozen=True)
 class RowsOrder:
-    """Rows to read. number: names them from then on; what is read a second time has another one."""
+    """Rows to read. number: their name on the ranks; rows that are read again get another number."""
 
     number: int
     key: bytes
@@ -58,19 +57,19 @@ class RowsOrder:
 
 @dataclass
 class StepRows:
-    """With one of vLLM's steps. hand_over: (number, vLLM's identifier) of rows that it computes with. drop:
-    numbers of rows that earlier steps computed with, and no later one does."""
+    """Travels with one of vLLM's steps. hand_over: (number, vLLM's identifier) of rows that the step computes
+    with. drop: numbers of rows that only earlier steps computed with."""
 
     hand_over: list[tuple[int, str]] = field(default_factory=list)
     drop: list[int] = field(default_factory=list)
 
 
 @dataclass
-class _Open:
-    """An order that not every rank has reported on. waiting: the ranks' connections."""
+class _PendingOrder:
+    """An order that some rank has not reported on. missing: the connections of these ranks."""
 
     done: asyncio.Future[None]
-    waiting: set[asyncio.StreamWriter] = field(default_factory=set)
+    missing: set[asyncio.StreamWriter] = field(default_factory=set)
 
 
 def send(writer: asyncio.StreamWriter, frame: dict[str, Any]) -> None:
@@ -88,7 +87,7 @@ async def receive(reader: asyncio.StreamReader) -> dict[str, Any]:
 
 
 async def connect(name: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """A rank's connection. Waits until the scheduler listens: its workers start before it."""
+    """A rank's connection. Waits until the scheduler listens: workers start before it."""
     while True:
         with contextlib.suppress(OSError):
             return await asyncio.open_unix_connection(f"\0{name}")
@@ -96,8 +95,8 @@ async def connect(name: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter
 
 
 def report(number: int, error: EncoderError | None) -> dict[str, Any]:
-    """The frame of a rank that has the rows, or why it has not. The encoder's texts are cut: a frame has a
-    limit, above which the connection ends."""
+    """A rank's report: it has the rows, or an error. The encoder's texts are cut, because a frame above
+    MAX_FRAME_BYTES ends the connection."""
     if error is None:
         return {"done": number}
     return {
@@ -110,17 +109,18 @@ def report(number: int, error: EncoderError | None) -> dict[str, Any]:
     }
 
 
-class RankLink:
+class RankSocket:
     """The scheduler's side, on one event loop."""
 
     def __init__(self, name: str, num_ranks: int) -> None:
-        """name: of the socket, in Linux's abstract namespace; secret. num_ranks: that read rows."""
+        """name: of the socket, in Linux's abstract namespace; secret. num_ranks: number of ranks that read
+        rows."""
         self._name = name
         self._num_ranks = num_ranks
         self._ranks: set[asyncio.StreamWriter] = set()
-        self._open: dict[int, _Open] = {}
+        self._pending: dict[int, _PendingOrder] = {}
         self._dropped: deque[int] = deque(maxlen=MAX_DROPS)
-        self._all_here = asyncio.Event()
+        self._all_connected = asyncio.Event()
         self._server: asyncio.Server | None = None
 
     async def open(self) -> None:
@@ -133,37 +133,37 @@ class RankLink:
             writer.close()
 
     async def read(self, order: RowsOrder, timeout_s: float) -> None:
-        """Returns once every rank has the rows, which it holds until ``drop``. Raises ItemFailed; then no
+        """Returns once every rank has the rows; ranks hold them until ``drop``. Raises ItemFailed; then no
         rank holds them."""
-        mine = _Open(asyncio.get_running_loop().create_future())
+        pending = _PendingOrder(asyncio.get_running_loop().create_future())
         try:
             async with asyncio.timeout(timeout_s):
                 while len(self._ranks) < self._num_ranks:
-                    # Ranks may come and go before this task goes on.
-                    await self._all_here.wait()
-                mine.waiting = set(self._ranks)
-                self._open[order.number] = mine
+                    # A rank may disconnect before this task continues.
+                    await self._all_connected.wait()
+                pending.missing = set(self._ranks)
+                self._pending[order.number] = pending
                 for writer in self._ranks:
                     send(writer, order.frame())
-                await mine.done
+                await pending.done
         except BaseException as error:
-            if order.number in self._open:
+            if order.number in self._pending:
                 self.drop(order.number)
             if isinstance(error, TimeoutError):
-                behind, what = len(mine.waiting), "have no rows"
-                if not behind:
-                    behind, what = self._num_ranks - len(self._ranks), "are away, or on another host,"
+                num_late, state = len(pending.missing), "have no rows"
+                if not num_late:
+                    num_late, state = self._num_ranks - len(self._ranks), "are away, or on another host,"
                 raise ItemFailed(
-                    f"{behind} of {self._num_ranks} ranks {what} after {timeout_s:.1f} s",
+                    f"{num_late} of {self._num_ranks} ranks {state} after {timeout_s:.1f} s",
                     reason="DEADLINE_EXCEEDED",
                     status=4,
                 ) from None
             raise
         finally:
-            self._open.pop(order.number, None)
+            self._pending.pop(order.number, None)
 
     def drop(self, number: int) -> None:
-        """Frees the rows on every rank; on one whose connection is broken when it connects again."""
+        """Frees the rows on every rank. A rank whose connection is broken frees them when it reconnects."""
         self._dropped.append(number)
         for writer in self._ranks:
             send(writer, {"drop": number})
@@ -176,27 +176,27 @@ class RankLink:
         for number in self._dropped:
             send(writer, {"drop": number})
         if len(self._ranks) == self._num_ranks:
-            self._all_here.set()
+            self._all_connected.set()
         try:
             while True:
-                self._note(await receive(reader), writer)
-        except BROKEN:
+                self._take_report(await receive(reader), writer)
+        except LINK_ERRORS:
             pass
         finally:
             self._ranks.discard(writer)
-            self._all_here.clear()
+            self._all_connected.clear()
             writer.close()
-            for one in self._open.values():
-                if not one.done.done():
-                    one.done.set_exception(ItemFailed("the link to a worker of the engine broke"))
+            for pending in self._pending.values():
+                if not pending.done.done():
+                    pending.done.set_exception(ItemFailed("the link to a worker of the engine broke"))
 
-    def _note(self, frame: dict[str, Any], writer: asyncio.StreamWriter) -> None:
-        one = self._open.get(frame["done"] if "done" in frame else frame["failed"])
-        if one is None or one.done.done():
+    def _take_report(self, frame: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        pending = self._pending.get(frame["done"] if "done" in frame else frame["failed"])
+        if pending is None or pending.done.done():
             return
-        one.waiting.discard(writer)
+        pending.missing.discard(writer)
         if "failed" in frame:
-            one.done.set_exception(
+            pending.done.set_exception(
                 ItemFailed(
                     frame["message"],
                     reason=frame["reason"],
@@ -205,8 +205,8 @@ class RankLink:
                     retry_after_ms=frame["retry_after_ms"],
                 )
             )
-        elif not one.waiting:
-            one.done.set_result(None)
+        elif not pending.missing:
+            pending.done.set_result(None)
 
 
 def _is_ours(writer: asyncio.StreamWriter) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lm_adapter import ClientTls, InvalidRequest
-from lm_adapter.engines.plugin import settings as settings_module
+from lm_adapter.engines.shared import settings as settings_module
 from lm_adapter.engines.vllm.settings import CONNECTOR, MODULE, Settings, has_connector, is_marked, mark
 from lm_adapter.local_first import LocalFirstClient
 from lm_adapter.shm.attachment import TRANSPORTS

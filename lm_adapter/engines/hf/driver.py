@@ -1,7 +1,7 @@
 """A language model that takes visual tokens as rows: chunked prefill and greedy decoding.
 
 Owns the batch: padding, chunks, the state between calls, and calling the reference's text model with
-embeddings, positions, mask and deepstack levels. ``hf`` builds the model; ``mrope``, ``placeholders`` and
+embeddings, positions, mask and deepstack levels. ``model`` builds the model; ``mrope``, ``placeholders`` and
 ``splice`` own positions, placeholders and rows.
 
 A batch is padded on the left, so that all prompts end in the same column and decode together. A chunk is a
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from lm_adapter.engines.hf_checkpoint import VisionInterface
+from lm_adapter.engines.hf.checkpoint import VisionInterface
 from lm_adapter.errors import InvalidRequest
 from lm_adapter.items import Grid, Modality
 from lm_adapter.mrope import MRopePositions, batch_positions, mrope_positions, plain_positions
@@ -204,11 +204,11 @@ class RemoteVisionLM:
     ) -> tuple[list[ExpandedPrompt], list[Splicer], list[MRopePositions]]:
         """Checks the whole batch. Raises InvalidRequest or InvalidRows."""
         interface = self.interface
-        asked = [
+        requested = [
             [interface.prompt_item(item.grid_thw, item.modality) for item in prompt_items]
             for prompt_items in items
         ]
-        expanded = expand_batch(prompts, asked, interface.placeholder_ids)
+        expanded = expand_batch(prompts, requested, interface.placeholder_ids)
         splicers, positions = [], []
         for prompt, prompt_items in zip(expanded, items, strict=True):
             splicers.append(

@@ -1,6 +1,6 @@
-"""An image on its way through an engine: the undecoded file, and its header's facts.
+"""An image on its way through an engine: the undecoded file, and the facts of its header.
 
-Owns the file's checks. Imports no torch.
+Owns which files are images, and how pixels become a file. Imports no torch.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ TURNS: dict[object, str] = {
     2: "FLIP_LEFT_RIGHT", 3: "ROTATE_180", 4: "FLIP_TOP_BOTTOM", 5: "TRANSPOSE", 6: "ROTATE_270",
     7: "TRANSVERSE", 8: "ROTATE_90",
 }  # fmt: skip
-"""Pillow's names of what turns an image of an EXIF orientation upright."""
+"""Pillow's name of the operation that turns an image upright, by EXIF orientation."""
 FORMATS = (
     "JPEG", "MPO", "PNG", "WEBP", "GIF", "BMP", "DIB", "TIFF", "PPM", "AVIF",
     "JPEG2000", "QOI", "PCX", "SGI", "TGA",
 )  # fmt: skip
-"""What the encoder takes. Pillow decodes some of the others while it opens them."""
+"""Formats that the encoder takes. Pillow decodes files of some other formats while it opens them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,12 +46,11 @@ class ImageFile:
         return self.width, self.height
 
     @classmethod
-    def read(cls, data: bytes, max_pixels: int = 0) -> ImageFile:
-        """Decodes no pixels. max_pixels: 0 for no limit. Raises ValueError, with both figures for an image
-        that is too large."""
+    def read(cls, data: bytes) -> ImageFile:
+        """Decodes no pixels. Raises ValueError for a file that is no image."""
         from PIL import Image
 
-        Image.init()  # only the first call does something
+        Image.init()  # loads the plugins at the first call
         formats = [name for name in FORMATS if name in Image.OPEN]
         try:
             with Image.open(io.BytesIO(png_without_pixels(data)), formats=formats) as image:
@@ -60,22 +59,16 @@ class ImageFile:
                 if tags is not None:
                     # Pillow states a TIFF's size as turned by its tag, but not by an orientation in XMP.
                     width, height = tags[TIFF_WIDTH], tags[TIFF_LENGTH]
-                is_too_large = 0 < max_pixels < width * height
                 if _orientation(image) in TURNED:
                     width, height = height, width
-        except Exception as error:  # Pillow's plugins raise whatever a broken header makes them raise
+        except Exception as error:  # for a broken header, Pillow's plugins raise errors of any kind
             raise ValueError(f"Failed to load image: {error}") from error
-        if is_too_large:
-            raise ValueError(
-                f"Image dimensions {width}x{height} ({width * height} pixels) exceed the maximum of "
-                f"{max_pixels} pixels. Set VLLM_MAX_IMAGE_PIXELS to increase this limit."
-            )
         return cls(data, width, height, content_digest(data))
 
     @classmethod
     def of_pixels(cls, pixels: Any) -> ImageFile:
-        """Of a Pillow image, or a uint8 array or tensor, [height, width, channels] or [channels, height,
-        width] with 1, 3 or 4 channels. Raises ValueError.
+        """A file with the pixels of a Pillow image, or of a uint8 array or tensor, [height, width, channels]
+        or [channels, height, width] with 1, 3 or 4 channels. Raises ValueError.
 
         A Pillow image that still has an EXIF orientation is turned by it, as the encoder turns its file and
         vLLM such an image; SGLang turns neither. Of an animation, the current frame is taken."""
@@ -93,20 +86,20 @@ class ImageFile:
             pixels = Image.fromarray(array[..., 0] if array.shape[-1] == 1 else array)
         out = io.BytesIO()
         try:
-            # Stored, not compressed: it is read once, on the same host or the next.
+            # Stored, not compressed: the file is read once, on the same host or the next.
             _bare(pixels).save(out, "PNG", compress_level=0)
-        except Exception as error:  # Pillow decodes only now, and raises whatever broken bytes make it raise
+        except Exception as error:  # Pillow decodes only here, and its plugins raise errors of any kind
             raise ValueError(f"Failed to load image: {error}") from error
         return cls.read(out.getvalue())
 
 
 def _bare(image: Any) -> Any:
     """The upright pixels and the alpha of a Pillow image, in a mode that PNG has, without the metadata of its
-    source. Pillow would write a colour profile, and a transparent colour even if it is of another mode; such
-    a colour counts as none."""
+    source. Pillow would write a colour profile, and a transparent colour even if it belongs to another mode;
+    such a colour is ignored."""
     from PIL import Image
 
-    image.load()  # before that a source may state another mode, transparency and orientation
+    image.load()  # before loading, a source may state another mode, transparency and orientation
     turn = TURNS.get(_orientation(image))
     if turn is not None:
         image = image.transpose(getattr(Image.Transpose, turn))
@@ -129,7 +122,7 @@ def _bare(image: Any) -> Any:
 
 
 def _orientation(image: Any) -> object:
-    """As the encoder has it: an image with damaged metadata is upright."""
+    """The EXIF orientation, or None. As for the encoder, an image with damaged metadata is upright."""
     from PIL import Image
 
     try:

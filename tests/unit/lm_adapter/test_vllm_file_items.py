@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from lm_adapter.engines.vllm.file_requests import FileRequest
+from lm_adapter.engines.vllm.file_items import FileItem
 from lm_adapter.items import ClipItem, Grid, ImageItem, Modality, PixelItem, PreprocessOptions
 from lm_adapter.keys import content_digest
 
 
-def a_request(rng: random.Random) -> FileRequest:
+def a_request(rng: random.Random) -> FileItem:
     data = rng.randbytes(rng.choice([0, 1, 3, 1000]))
     options = rng.choice(
         [
@@ -26,7 +26,7 @@ def a_request(rng: random.Random) -> FileRequest:
     modality = rng.choice(list(Modality))
     reply, is_announced = rng.choice(["", "socket ü"]), rng.choice([False, True])
     grid = rng.choice([None, Grid(1, 2, 4)])
-    return FileRequest(data, content_digest(data), modality, options, reply, is_announced, grid)
+    return FileItem(data, content_digest(data), modality, options, reply, is_announced, grid)
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -34,8 +34,8 @@ def test_a_packed_request_comes_back(seed: int) -> None:
     request = a_request(random.Random(seed))
     packed = request.packed()
     assert (str(packed.dtype), packed.ndim, packed.flags.writeable) == ("uint8", 1, True)
-    assert FileRequest.unpacked(packed) == request
-    assert FileRequest.unpacked(torch.from_numpy(packed).numpy()) == request
+    assert FileItem.unpacked(packed) == request
+    assert FileItem.unpacked(torch.from_numpy(packed).numpy()) == request
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -46,20 +46,20 @@ def test_p33_a_damaged_request_is_a_value_error_or_another_request(seed: int) ->
     header_end = len(packed) - len(request.data)
     for end in range(header_end):
         with pytest.raises(ValueError):
-            FileRequest.unpacked(packed[:end])
+            FileItem.unpacked(packed[:end])
     for _ in range(200):
         damaged = packed.copy()
         for _ in range(rng.randint(1, 3)):
             damaged[rng.randrange(header_end)] = rng.randrange(256)
         try:
-            assert isinstance(FileRequest.unpacked(damaged), FileRequest)
+            assert isinstance(FileItem.unpacked(damaged), FileItem)
         except ValueError:
             continue
 
 
 def test_the_item_that_is_sent_has_the_files_digest_and_the_requests_options() -> None:
     options = PreprocessOptions(min_pixels=5)
-    request = FileRequest(b"file", content_digest(b"file"), options=options, reply="socket")
+    request = FileItem(b"file", content_digest(b"file"), options=options, reply="socket")
     assert request.item() == ImageItem(b"file", request.digest, options)
     assert replace(request, options=PreprocessOptions()).item().options.given() == {}
     clip = replace(request, modality=Modality.VIDEO, options=PreprocessOptions(fps=3.5))
@@ -70,8 +70,8 @@ def test_the_item_that_is_sent_has_the_files_digest_and_the_requests_options() -
 def test_pixels_are_sent_as_such() -> None:
     values = np.arange(2 * 4 * 3, dtype=np.float32).reshape(8, 3)
     grid = Grid(1, 2, 4)
-    request = FileRequest(values.tobytes(), bytes(32), Modality.VIDEO, pixel_grid=grid)
-    item = FileRequest.unpacked(request.packed()).item()
+    request = FileItem(values.tobytes(), bytes(32), Modality.VIDEO, pixel_grid=grid)
+    item = FileItem.unpacked(request.packed()).item()
     assert isinstance(item, PixelItem)
     assert (item.grid, item.digest, item.modality) == (grid, bytes(32), Modality.VIDEO)
     assert item.packed() == ("float32", (8, 3), values.tobytes())

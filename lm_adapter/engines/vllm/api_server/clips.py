@@ -1,8 +1,7 @@
-"""A clip on its way through vLLM: the undecoded file, and what the encoder says of it.
+"""A clip on its way through vLLM: the undecoded file, and the encoder's facts about it.
 
-Owns the options of a clip and the request that announces it. How many frames are taken, their times and the
-grid follow from the container and the sampling rules, both of which are the encoder's. Imports neither vLLM
-nor torch.
+Owns the options of a clip and the call that announces it. The encoder opens the container and has the
+sampling rules, so it decides the number of frames, their times and the grid. Imports neither vLLM nor torch.
 """
 
 from __future__ import annotations
@@ -15,21 +14,21 @@ from typing import Any
 from lm_adapter.checks import check_grid
 from lm_adapter.client import AsyncVisionEncoderClient
 from lm_adapter.clip_texts import qwen_patch_times
-from lm_adapter.engines.plugin.geometry import Geometry
+from lm_adapter.engines.shared.geometry import Geometry
 from lm_adapter.errors import EncoderError, InvalidRequest, InvalidRows, ItemFailed
 from lm_adapter.items import ClipItem, Grid, PreprocessOptions
 from lm_adapter.keys import content_digest
 
 SAMPLING = ("fps", "min_frames", "max_frames")
-"""Names in vLLM's ``media_io_kwargs`` that the encoder has options for."""
+"""Names in vLLM's ``media_io_kwargs`` for which the encoder has options."""
 NO_OPTIONS, NO_GRID = PreprocessOptions(), Grid(0, 0, 0)
 
 
 @dataclass(frozen=True, eq=False)
 class ClipFile:
-    """digest: BLAKE3 of the data. options: with which it is announced. grid, patch_times_s: of the temporal
-    patches, as many as the grid's t, from the encoder's answer. A file without data stands for the largest
-    clip while vLLM measures itself."""
+    """digest: BLAKE3 of the data. options: those with which the clip is announced. grid: from the encoder's
+    answer. patch_times_s: from the same answer, one for each temporal patch. A file without data stands for
+    the largest clip while vLLM measures its memory."""
 
     data: bytes = field(repr=False)
     digest: bytes = b""
@@ -47,14 +46,14 @@ class ClipFile:
 
     @property
     def name(self) -> bytes:
-        """Another one for other content and for other frames of the same content."""
+        """Differs for other content, and for other frames of the same content."""
         return self.digest + json.dumps(self.options.given(), sort_keys=True).encode()
 
     async def announced(
         self, client: AsyncVisionEncoderClient, left_s: float, *, geometry: Geometry, max_tokens: int
     ) -> ClipFile | EncoderError:
-        """The same clip with the encoder's facts, once the encode has begun; or why there are none. left_s:
-        for the answer. max_tokens: of a prompt, which a clip's placeholders have to fit. Raises
+        """The same clip with the encoder's facts, once the encode has begun; or an error. left_s: time for
+        the answer. max_tokens: limit on the tokens of a prompt, and so on a clip's placeholders. Raises
         EncoderError."""
         item = ClipItem(self.data, digest=self.digest, options=self.options)
         (status,) = await client.prefetch([item], timeout_s=left_s)
@@ -82,18 +81,18 @@ class ClipFile:
         return replace(self, grid=status.grid_thw, patch_times_s=tuple(times_s))
 
 
-def sampling_of(given: Mapping[str, Any], *, max_fps: float, max_frames: int) -> dict[str, Any]:
-    """What the encoder is asked for by ``media_io_kwargs`` of clips. max_fps, max_frames: vLLM's own, to
-    which it cuts what is above. Raises ValueError for options that the encoder has not."""
-    # All frames, of which vLLM's processor takes those that fps asks for.
-    asked = {name: value for name, value in given.items() if (name, value) != ("num_frames", -1)}
-    unknown = sorted(set(asked) - set(SAMPLING))
+def sampling_options(options: Mapping[str, Any], *, max_fps: float, max_frames: int) -> dict[str, Any]:
+    """The encoder's options for ``media_io_kwargs`` of clips. max_fps, max_frames: vLLM's limits; larger
+    values are clamped. Raises ValueError for options that the encoder does not have."""
+    # num_frames = -1 means all frames; vLLM's processor then samples them by fps.
+    requested = {name: value for name, value in options.items() if (name, value) != ("num_frames", -1)}
+    unknown = sorted(set(requested) - set(SAMPLING))
     if unknown:
         raise ValueError(f"media_io_kwargs of clips has {unknown}, the encoder takes {list(SAMPLING)}")
-    for name, value in asked.items():
+    for name, value in requested.items():
         kinds: Any = int | float if name == "fps" else int
         if isinstance(value, bool) or not isinstance(value, kinds) or not value > 0:
             kind = "number" if name == "fps" else "whole number"
             raise ValueError(f"{name} of a clip is {value!r}, needs a {kind} above 0")
     bounds = {"fps": max_fps, "max_frames": max_frames}
-    return {name: min(value, bounds.get(name, value)) for name, value in asked.items()}
+    return {name: min(value, bounds.get(name, value)) for name, value in requested.items()}

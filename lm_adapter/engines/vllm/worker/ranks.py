@@ -1,8 +1,8 @@
 """Rows on one rank: the connector's half in a worker of vLLM.
 
-Owns the reads, on a thread and a CUDA stream of their own, the check of what came, and the rows that vLLM has
-not computed with yet. Every rank reads for itself: from the encoder's shared memory where there is some, else
-by gRPC. The scheduler's half says what to read, and bounds how many bytes are held.
+Owns the reads, on a thread and a CUDA stream of their own, the checks of rows, and the rows that vLLM has not
+computed with yet. Every rank reads for itself: from the encoder's shared memory if it can, else by gRPC. The
+scheduler orders the reads and bounds the bytes that are held.
 """
 
 from __future__ import annotations
@@ -14,8 +14,16 @@ import threading
 from typing import Any
 
 from lm_adapter.client import AsyncVisionEncoderClient
-from lm_adapter.engines.plugin.geometry import Geometry
-from lm_adapter.engines.vllm.link import BROKEN, RowsOrder, StepRows, connect, receive, report, send
+from lm_adapter.engines.shared.geometry import Geometry
+from lm_adapter.engines.vllm.rank_socket import (
+    LINK_ERRORS,
+    RowsOrder,
+    StepRows,
+    connect,
+    receive,
+    report,
+    send,
+)
 from lm_adapter.engines.vllm.settings import Settings
 from lm_adapter.errors import EncoderError, InvalidRows, ItemFailed
 
@@ -26,10 +34,10 @@ RECONNECT_S = 0.2
 
 
 class RankReader:
-    """``begin_step`` is for the worker's thread; all else is on the reader's own."""
+    """``begin_step`` is for the worker's thread; the rest runs on the reader's own thread."""
 
     def __init__(self, settings: Settings, geometry: Geometry, device: Any, link_name: str) -> None:
-        """device: a torch.device; without an index, the current one (pitfall 39)."""
+        """device: a torch.device; without an index it means the current device of the calling thread."""
         self._settings = settings
         self._geometry = geometry
         self._device = device
@@ -60,8 +68,8 @@ class RankReader:
             self._thread.join(CLOSE_S)
 
     def reserve(self) -> int:
-        """Holds as much device memory as waiting rows may take, until the first read. vLLM measures the
-        memory in use after it has loaded the model, and gives its KV cache the rest. Returns the number of
+        """Holds as much device memory as waiting rows may take, until the first read: vLLM measures the
+        memory in use after it has loaded the model, and gives the rest to its KV cache. Returns the number of
         bytes: 0 on the CPU."""
         if self._device.type == "cpu":
             return 0
@@ -77,7 +85,7 @@ class RankReader:
             if tensor.is_cuda:
                 import torch
 
-                # Its memory belongs to the reading stream, and is read on this one.
+                # Its memory was allocated on the reader's stream, and is read on this one.
                 tensor.record_stream(torch.cuda.current_stream())
             encoder_cache[identifier] = tensor
         for number in step.drop:
@@ -88,7 +96,7 @@ class RankReader:
         if self._stream is not None:
             import torch
 
-            # Copies do not wait for forward passes.
+            # A stream of its own: copies do not wait for forward passes.
             torch.cuda.set_device(self._device)
             torch.cuda.set_stream(self._stream)
         self._main = self._loop.create_task(self._serve())
@@ -97,20 +105,20 @@ class RankReader:
         self._loop.close()
 
     async def _serve(self) -> None:
-        """Carries out orders until ``close``. A connection that breaks is made again."""
+        """Carries out orders until ``close``. Reconnects when the connection breaks."""
         try:
             while True:
                 await self._serve_connection(*await connect(self._link_name))
                 await asyncio.sleep(RECONNECT_S)
         finally:
             if self._client is not None:
-                # An interpreter that is ending starts no more threads, which closing needs.
+                # Closing needs a thread, and an interpreter that is ending starts none.
                 with contextlib.suppress(RuntimeError):
                     await self._client.close()
 
     async def _serve_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Ends with the connection. The scheduler's half fails the orders that are open then; rows that were
-        confirmed before stay, as it relies on them."""
+        """Ends with the connection. The scheduler then fails the pending orders; confirmed rows stay, because
+        the scheduler relies on them."""
         try:
             while True:
                 frame = await receive(reader)
@@ -119,7 +127,7 @@ class RankReader:
                 else:
                     order = RowsOrder.of_frame(frame)
                     self._reads[order.number] = self._loop.create_task(self._read(order, writer))
-        except BROKEN as error:
+        except LINK_ERRORS as error:
             logger.warning("the link to the scheduler broke: %s: %s", type(error).__name__, error)
         finally:
             writer.close()
@@ -142,13 +150,13 @@ class RankReader:
             try:
                 tensor = await self._rows_of(order)
             except InvalidRows:
-                # After an encoder's restart the client may have compared them with the former one's model.
+                # After a restart of the encoder, the client may have checked them against the old model.
                 tensor = await self._rows_of(order)
             self._rows[order.number] = tensor
         except EncoderError as failure:
             error = failure
         except Exception as failure:
-            # Whatever fails, only this item may fail with it.
+            # No error may end more than this item.
             error = ItemFailed(f"reading rows failed: {type(failure).__name__}: {failure}")
         self._reads.pop(order.number, None)
         send(writer, report(order.number, error))
@@ -158,7 +166,7 @@ class RankReader:
         if self._reserve is not None:
             import torch
 
-            # Torch would keep the memory for the stream that reserved it, and rows are allocated for another.
+            # Torch would keep the memory for the stream that reserved it; rows are allocated on another one.
             self._reserve = None
             torch.cuda.empty_cache()
         if self._client is None:

@@ -1,7 +1,7 @@
 """How an engine's plugin reaches the encoder.
 
 Owns the names of the settings, their defaults and checks, and the client that they describe. Files are read
-once at start, so that unusable ones stop it.
+once at the start, so that unusable files stop the start.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from lm_adapter.errors import InvalidRequest, ItemFailed
 from lm_adapter.shm.attachment import TRANSPORTS, check_transports
 
 MAY_BE_ZERO = {"retry_s"}
-"""Numbers of which 0 has a meaning; all others are above it."""
+"""Settings that may be 0; the others must be positive."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """target: the encoder's host:port, or a gateway's with ``fleet``. fallback_target: a gateway that is
-    asked where the encoder at ``target`` does not answer. namespace, model, broker_path, transports: as for
+    """target: the encoder's host:port, or a gateway's with ``fleet``. fallback_target: a gateway that is used
+    while the encoder at ``target`` does not answer. namespace, model, broker_path, transports: as for
     the client. token_file: a file whose only word is the namespace's token. tls_ca, tls_cert, tls_key,
     tls_server_name: as in ``ClientTls``; one of the files turns TLS on. timeout_s: of one image, its encode
-    included. retry_s: how long what can pass by itself, such as an encoder that restarts, is tried again.
-    finite: check every element for NaN and infinity. SOURCE: where the engine's user states them, for
-    messages."""
+    included. retry_s: for how long transient failures, such as a restarting encoder, are retried.
+    finite: check every element for NaN and infinity. SOURCE: where the engine's user states them; error
+    messages name it."""
 
     SOURCE: ClassVar[str] = "the settings"
 
@@ -83,7 +83,7 @@ class Settings:
 
     @property
     def is_routed(self) -> bool:
-        """Whether a gateway may be asked, which finds the replica by the content's digest."""
+        """Whether calls may go to a gateway, which routes them by the content's digest."""
         return self.fleet or bool(self.fallback_target)
 
     def client_tls(self) -> ClientTls | None:
@@ -100,8 +100,9 @@ class Settings:
         return tls
 
     def client(self, *, reads_rows: bool) -> AsyncVisionEncoderClient:
-        """On the running loop. reads_rows: attaches to the encoder's memory; rows go to the calling thread's
-        current GPU, if it uses one. Raises ItemFailed for files that were unusable since the start."""
+        """A client on the running loop. reads_rows: attaches to the encoder's memory; rows go to the calling
+        thread's current GPU, if it uses one. Raises ItemFailed for files that became unusable after the
+        start."""
         options: dict[str, Any] = {
             "namespace": self.namespace,
             "model": self.model,

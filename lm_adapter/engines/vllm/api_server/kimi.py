@@ -1,7 +1,7 @@
-"""Kimi-K2.5 in vLLM with files that nobody decodes: as ``processing`` does it for Qwen.
+"""vLLM's processor of Kimi-K2.5 for files that nobody decodes, as ``parser`` and ``processor`` for Qwen.
 
-vLLM knows Kimi's media as ``vision_chunk``: dictionaries with an image each. Clips are refused: vLLM 0.32 has
-no code that cuts them into chunks.
+vLLM calls Kimi's media ``vision_chunk``: dictionaries with an image each. Clips are refused: vLLM 0.32 has no
+code that cuts them into chunks.
 """
 
 from __future__ import annotations
@@ -12,15 +12,14 @@ from typing import Any
 import torch
 from transformers.feature_extraction_utils import BatchFeature
 from vllm.model_executor.models import kimi_k25 as theirs
-from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.multimodal.inputs import MultiModalFieldConfig
 from vllm.multimodal.parse import MultiModalDataParser
 from vllm.multimodal.processing import PromptReplacement
 
-from lm_adapter.engines.plugin.images import ImageFile
-from lm_adapter.engines.vllm.models import without_tower
-from lm_adapter.engines.vllm.processing import FileItems, choice, image_files, request_tensor
-from lm_adapter.engines.vllm.scheduler import FILE_FIELD
+from lm_adapter.engines.shared.images import ImageFile
+from lm_adapter.engines.vllm.api_server.parser import FileProcessorItems, image_files
+from lm_adapter.engines.vllm.api_server.processor import choice, file_tensor
+from lm_adapter.engines.vllm.file_items import FILE_FIELD
 from lm_adapter.items import Modality, PreprocessOptions
 
 CHUNK = "vision_chunk"
@@ -28,7 +27,7 @@ GRID = "grid_thws"
 
 
 class KimiFileDataParser(MultiModalDataParser):  # type: ignore[misc]
-    def _parse_vision_chunk_data(self, data: Any) -> FileItems | None:
+    def _parse_vision_chunk_data(self, data: Any) -> FileProcessorItems | None:
         if data is None:
             return None
         chunks = data if isinstance(data, list) else [data]
@@ -37,7 +36,7 @@ class KimiFileDataParser(MultiModalDataParser):  # type: ignore[misc]
             if isinstance(chunk, dict) and chunk.get("type") != "image":
                 raise ValueError(f"a vision chunk is a {chunk.get('type')}, the encoder takes images here")
             images.append(chunk["image"] if isinstance(chunk, dict) else chunk)
-        return FileItems(image_files(images), CHUNK)
+        return FileProcessorItems(image_files(images), CHUNK)
 
 
 class KimiFileInfo(theirs.KimiK25ProcessingInfo):  # type: ignore[misc]
@@ -45,7 +44,7 @@ class KimiFileInfo(theirs.KimiK25ProcessingInfo):  # type: ignore[misc]
         return KimiFileDataParser()
 
     def grid_of(self, image: ImageFile) -> tuple[int, int, int]:
-        """t, h, w in patches, by the reference's own resizing."""
+        """t, h, w in patches, by the reference's own resize rule."""
         sizes = self.image_processor.get_resize_config({"type": "image", "image": image})
         patch_size = self.get_hf_config().vision_config.patch_size
         height = sizes["new_height"] + sizes["pad_height"]
@@ -68,7 +67,7 @@ class KimiFileProcessor(theirs.KimiK25MultiModalProcessor):  # type: ignore[misc
         if hf_kwargs:
             raise ValueError(f"mm_processor_kwargs has {sorted(hf_kwargs)}, Kimi's encoder takes none")
         grids = torch.tensor([self.info.grid_of(image) for image in images])
-        files = [request_tensor(image, Modality.IMAGE, PreprocessOptions()) for image in images]
+        files = [file_tensor(image, Modality.IMAGE, PreprocessOptions()) for image in images]
         return BatchFeature({GRID: grids, FILE_FIELD: files})
 
     def _get_mm_fields_config(
@@ -92,12 +91,10 @@ class KimiFileProcessor(theirs.KimiK25MultiModalProcessor):  # type: ignore[misc
         return [PromptReplacement(modality=CHUNK, target=[token_id], replacement=placeholders)]
 
 
-def kimi_k25() -> type:
-    """The model class, with its processor registered."""
-    register = MULTIMODAL_REGISTRY.register_processor(
+def kimi_factories() -> tuple[Any, Any, Any]:
+    """Factories of processor, ProcessingInfo and dummy inputs."""
+    return (
         choice(KimiFileProcessor, theirs.KimiK25MultiModalProcessor),
-        info=choice(KimiFileInfo, theirs.KimiK25ProcessingInfo),
-        dummy_inputs=choice(KimiFileDummyInputs, theirs.KimiK25DummyInputsBuilder),
+        choice(KimiFileInfo, theirs.KimiK25ProcessingInfo),
+        choice(KimiFileDummyInputs, theirs.KimiK25DummyInputsBuilder),
     )
-    registered: type = register(without_tower(theirs.KimiK25ForConditionalGeneration))
-    return registered

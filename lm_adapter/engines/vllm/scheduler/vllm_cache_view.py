@@ -1,7 +1,7 @@
-"""What vLLM's own cache of encoder outputs holds, for the connector's half in the scheduler.
+"""The content of vLLM's own cache of encoder outputs, for the tracker.
 
-vLLM asks a connector for the rows of every item, also of those that its cache has. Its configuration may name
-the class that manages this cache, and the manager is made after the connector.
+vLLM asks a connector for the rows of every item, also of items that its cache has. vLLM makes the manager of
+this cache after the connector; its configuration may name the manager's class.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from lm_adapter.engines.vllm.scheduler import RequestTracker
+from lm_adapter.engines.vllm.scheduler.tracker import RequestTracker
 
 CLASS_NAME = "WatchedCacheManager"
 
 
 def watch(vllm_config: Any, tracker: RequestTracker) -> None:
-    """From vLLM's next manager on, the tracker sees what is cached. A manager that the user has named stays,
-    and the tracker orders all rows."""
+    """The tracker sees the content of the next manager that vLLM makes. If the user has named a manager
+    class, it stays, and the tracker orders all rows."""
     config, path = vllm_config.ec_manager_config, f"{__name__}.{CLASS_NAME}"
     if config.encoder_cache_manager_cls in (None, path):
         config.encoder_cache_manager_cls = path
@@ -38,7 +38,7 @@ def _manager() -> type:
         def create_manager(cls, *, cache_size: int, vllm_config: Any) -> Any:
             manager = cls(cache_size=cache_size)
             tracker = vllm_config.ec_manager_config.manager_config.pop("tracker")
-            tracker.in_cache = manager.cached
+            tracker.watch_cache(manager.cached)
             return manager
 
     return WatchedCacheManager

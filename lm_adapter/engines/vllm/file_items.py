@@ -1,7 +1,6 @@
-"""A file in a request of vLLM, or pixels: what the scheduler's half sends to the encoder.
+"""An image or a clip in a request of vLLM, on its way from the API server to the scheduler.
 
-Owns the layout of the field that carries it from vLLM's API server to the scheduler. Imports neither vLLM nor
-torch.
+Owns the names of the fields and the layout of the one that carries the file. Imports neither vLLM nor torch.
 """
 
 from __future__ import annotations
@@ -17,13 +16,18 @@ import numpy.typing as npt
 from lm_adapter.items import ClipItem, Grid, ImageItem, Modality, PixelItem, PreprocessOptions
 
 NO_OPTIONS = PreprocessOptions()
+GRID_FIELDS = ("image_grid_thw", "video_grid_thw", "grid_thws")
+"""vLLM's names of an item's grid; each item has one of them."""
+FILE_FIELDS = FILE_FIELD, CLIP_FIELD = "vision_encoder_file", "vision_encoder_clip"
+"""Fields of vLLM's features that carry a ``FileItem``: one for images and one for clips, because each field
+of vLLM has one modality."""
 
 
 @dataclass(frozen=True)
-class FileRequest:
-    """An image or a clip. options: what is not the checkpoint's own. reply: where failures are reported to
-    (``failures``). is_announced: the encoder has been sent the file, with these options. pixel_grid: the data
-    are no file but pixel values, float32 [P, D], of this grid."""
+class FileItem:
+    """An image or a clip. options: those that differ from the checkpoint's. reply: the address for failures
+    (``failures``). is_announced: the file was sent to the encoder, with these options. pixel_grid: if set,
+    the data are pixel values of this grid, float32 [P, D], instead of a file."""
 
     data: bytes = field(repr=False)
     digest: bytes
@@ -45,13 +49,13 @@ class FileRequest:
                 "pixel_grid": self.pixel_grid,
             }
         ).encode()
-        # Writable, as tensors made of it have to be.
+        # Writable, because tensors made of it have to be.
         return np.frombuffer(
             bytearray().join((struct.pack("<I", len(header)), header, self.data)), dtype=np.uint8
         )
 
     @classmethod
-    def unpacked(cls, packed: npt.NDArray[np.uint8]) -> FileRequest:
+    def unpacked(cls, packed: npt.NDArray[np.uint8]) -> FileItem:
         """Raises ValueError."""
         whole = memoryview(packed.tobytes())
         try:

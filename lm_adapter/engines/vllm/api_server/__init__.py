@@ -1,0 +1,1 @@
+"""What runs in vLLM's API server, or in an offline ``LLM``: media, processors, the first ``Prefetch``."""

@@ -1,0 +1,173 @@
+"""The plugin in vLLM's API server: which engine it takes requests for, and the first call for each file.
+
+Owns the hook by which vLLM's configuration reaches the plugin, the checks that stop a start, and the
+``Prefetch`` by which an encode starts while vLLM still tokenises. An image waits for nothing here. A clip's
+request waits for the encoder's answer, which says which frames the clip has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import threading
+from collections.abc import Mapping
+from concurrent.futures import Future
+from typing import Any, ClassVar
+
+from vllm.model_executor.models.config import MODELS_CONFIG_MAP
+
+from lm_adapter.client import AsyncVisionEncoderClient
+from lm_adapter.engines.shared.encoder_thread import EncoderThread
+from lm_adapter.engines.shared.error_text import message_of, status_of
+from lm_adapter.engines.shared.geometry import Geometry
+from lm_adapter.engines.shared.images import ImageFile
+from lm_adapter.engines.vllm.api_server.clips import ClipFile
+from lm_adapter.engines.vllm.failures import vllm_error
+from lm_adapter.engines.vllm.settings import Settings, given_sizes, has_connector, mark
+from lm_adapter.errors import EncoderError, InvalidRequest
+from lm_adapter.items import ImageItem
+
+logger = logging.getLogger("vllm.vision_encoder")
+
+MEDIA_CONNECTOR = "vision_encoder"
+MAX_PREFETCHES = 256
+"""Limit on concurrent prefetches. More are skipped; the scheduler encodes those images later."""
+
+VLLMS_OWN = {"do_normalize", "do_rescale"}
+"""Options that vLLM sets for towers that normalise by themselves."""
+WITHOUT_CLIPS = {"KimiK25ForConditionalGeneration"}
+"""vLLM 0.32 looks for ``split_video_chunks`` in their processors, which none of them has."""
+
+
+class EncoderThreads:
+    """One thread for each encoder that this process sends files to: gRPC does not work on two event loops of
+    one process. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._threads: dict[Settings, EncoderThread] = {}
+        self._lock = threading.Lock()
+
+    def get(self, settings: Settings) -> EncoderThread:
+        """First called with a first file, when no vLLM process is forked any more."""
+        with self._lock:
+            if settings not in self._threads:
+                self._threads[settings] = EncoderThread(settings, name="prefetch")
+            return self._threads[settings]
+
+
+class ApiServer:
+    """The engine that this process takes requests for. Several threads of vLLM read media at once.
+
+    clip_sizes: options of clips, by their names at the encoder; None where vLLM takes no clips."""
+
+    current: ClassVar[ApiServer | None] = None
+    """Made by ``configure``. None before, and where no engine had this connector."""
+    _threads: ClassVar[EncoderThreads] = EncoderThreads()
+
+    def __init__(self, vllm_config: Any) -> None:
+        """Raises InvalidRequest for settings and models that the connector refuses."""
+        model_config = vllm_config.model_config
+        options = model_config.get_multimodal_config().mm_processor_kwargs or {}
+        self._settings = Settings.read(vllm_config.ec_transfer_config.ec_connector_extra_config)
+        self._geometry = Geometry.of_model(model_config)
+        self._max_tokens = model_config.max_model_len
+        # With other options each image has another key, which only the processor knows.
+        self._announces_images = not set(options) - VLLMS_OWN
+        takes_clips = model_config.architecture not in WITHOUT_CLIPS
+        self.clip_sizes: Mapping[str, int] | None = _clip_sizes(options) if takes_clips else None
+
+    def prefetch(self, image: ImageFile) -> bool:
+        """Sends the file, and returns whether it does. Fire and forget: the scheduler's own call reports
+        failures."""
+        if not self._announces_images:
+            return False
+        thread = self._threads.get(self._settings)
+        thread.completed.clear()
+        if thread.num_pending >= MAX_PREFETCHES:
+            return False
+        item = ImageItem(image.data, digest=image.digest)
+
+        async def call(client: AsyncVisionEncoderClient, left_s: float) -> None:
+            with contextlib.suppress(Exception):
+                await client.prefetch([item], timeout_s=left_s)
+
+        thread.submit(object(), call)
+        return True
+
+    def announce(self, clip: ClipFile) -> Future[Any]:
+        """Gets the clip with its grid and times, or an EncoderError, within the time limit of an item."""
+        call = functools.partial(clip.announced, geometry=self._geometry, max_tokens=self._max_tokens)
+        return self._threads.get(self._settings).submit_future(call)
+
+    @staticmethod
+    def announced(outcome: Any) -> ClipFile:
+        """The clip that ``announce`` got. Raises its EncoderError as vLLM answers it."""
+        if isinstance(outcome, EncoderError):
+            message = message_of(outcome)
+            logger.warning("a request is rejected, its clip cannot be had: %s", message)
+            raise vllm_error(status_of(outcome), message) from outcome
+        clip: ClipFile = outcome
+        return clip
+
+
+def hook_config(architecture: str) -> None:
+    """Has ``configure`` called with the configuration of every engine of this architecture."""
+    vllms_hook = MODELS_CONFIG_MAP.get(architecture)
+    if getattr(vllms_hook, "is_vision_encoder", False):
+        return
+
+    class Hook:
+        is_vision_encoder = True
+
+        @staticmethod
+        def verify_and_update_config(vllm_config: Any) -> None:
+            if vllms_hook is not None:
+                vllms_hook.verify_and_update_config(vllm_config)
+            configure(vllm_config)
+
+        @staticmethod
+        def verify_and_update_model_config(model_config: Any) -> None:
+            if vllms_hook is not None:
+                vllms_hook.verify_and_update_model_config(model_config)
+
+    MODELS_CONFIG_MAP[architecture] = Hook
+
+
+def configure(vllm_config: Any) -> None:
+    """Called in the process that makes the configuration: an API server, or an offline ``LLM``. Raises
+    InvalidRequest for options of vLLM that exclude each other."""
+    if not has_connector(vllm_config):
+        if os.environ.get("VLLM_MEDIA_CONNECTOR") == MEDIA_CONNECTOR:
+            # Of an earlier engine in this process.
+            del os.environ["VLLM_MEDIA_CONNECTOR"]
+        return
+    _check_options(vllm_config)
+    server = ApiServer(vllm_config)
+    os.environ["VLLM_MEDIA_CONNECTOR"] = MEDIA_CONNECTOR
+    mark(vllm_config.model_config.get_multimodal_config())
+    ApiServer.current = server
+
+
+def _check_options(vllm_config: Any) -> None:
+    """Raises InvalidRequest for options that cannot work with this connector."""
+    mm_config = vllm_config.model_config.get_multimodal_config()
+    if mm_config.mm_processor_cache_type == "shm":
+        raise InvalidRequest(
+            "--mm-processor-cache-type is shm, which hides files from the scheduler: use lru"
+        )
+    if mm_config.is_multimodal_pruning_enabled():
+        raise InvalidRequest("video pruning is on, and the encoder gives the rows of whole clips")
+    if getattr(vllm_config.compilation_config, "cudagraph_mm_encoder", False):
+        raise InvalidRequest("cudagraph_mm_encoder is on, and there is no vision tower to capture")
+    connector = os.environ.get("VLLM_MEDIA_CONNECTOR", MEDIA_CONNECTOR)
+    if connector not in (MEDIA_CONNECTOR, "http"):
+        raise InvalidRequest(
+            f"VLLM_MEDIA_CONNECTOR is {connector}, this plugin has its own, {MEDIA_CONNECTOR}"
+        )
+
+
+def _clip_sizes(options: Mapping[str, Any]) -> dict[str, int]:
+    """As vLLM resolves ``--mm-processor-kwargs``: those of videos alone come before those of all media."""
+    return given_sizes({**options, **(options.get("videos_kwargs") or {})})
