@@ -29,16 +29,16 @@ from encoder_service.ingest.video.clip import timestamps_of
 from encoder_service.ingest.video.source import ClipLimits
 from encoder_service.store.host_memory import SealedFile
 from encoder_service.types import PreprocessOptions as ServiceOptions
-from lm_adapter.clip_texts import kimi_chunk_texts, qwen_frame_texts, qwen_patch_times
 from lm_adapter.errors import InvalidRequest, MappingFailed
 from lm_adapter.items import FramesItem, Grid, Modality, PreprocessOptions
 from lm_adapter.keys import content_digest, frames_digest, item_key, pixels_digest
-from lm_adapter.mrope import MRopePositions, mrope_positions
-from lm_adapter.placeholders import ExpandedPrompt, expand_placeholders, prompt_item
-from lm_adapter.prefix_cache import PadScheme, pad_id, restore_placeholders
+from lm_adapter.prefill.clip_texts import kimi_chunk_texts, qwen_frame_texts, qwen_patch_times
+from lm_adapter.prefill.mrope import MRopePositions, mrope_positions
+from lm_adapter.prefill.placeholders import ExpandedPrompt, expand_placeholders, prompt_item
+from lm_adapter.prefill.prefix_cache import PadScheme, pad_id, restore_placeholders
+from lm_adapter.prefill.splice import RowsLayout, Splicer, StepChunk, splice_step
 from lm_adapter.shm.broker import Attachment
 from lm_adapter.shm.reader import MappedArena
-from lm_adapter.splice import RowsLayout, Splicer, StepChunk, splice_step
 from lm_adapter.testing import fake_model
 from tests.conformance.protocol import Function
 from vision_encoder.layout import control_page, directory, keys

@@ -16,7 +16,7 @@ MODULES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob
 DEVICE_CODE = (
     "encoder_service.towers.gemm.quack_gemm",
     "encoder_service.towers.kernels",
-    "lm_adapter.kernels.",
+    "lm_adapter.prefill.kernels.",
 )
 ENGINE_CODE = (
     "lm_adapter.engines.sglang.models",

@@ -20,9 +20,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lm_adapter.items import Modality
-from lm_adapter.mrope import MRopePositions, batch_positions, mrope_positions
-from lm_adapter.placeholders import ExpandedPrompt, PromptItem, expand_placeholders, prompt_item
-from lm_adapter.prefix_cache import PadScheme, pad_id, restore_placeholders, substitute_pad_ids
+from lm_adapter.prefill.mrope import MRopePositions, batch_positions, mrope_positions
+from lm_adapter.prefill.placeholders import ExpandedPrompt, PromptItem, expand_placeholders, prompt_item
+from lm_adapter.prefill.prefix_cache import PadScheme, pad_id, restore_placeholders, substitute_pad_ids
 from tests.parity.reference import import_reference
 
 IMAGE, VIDEO, MERGE = 900, 901, 2

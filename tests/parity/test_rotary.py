@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from lm_adapter.rotary import RotaryTable, apply_mrope
+from lm_adapter.prefill.rotary import RotaryTable, apply_mrope
 from tests.parity.reference import import_reference
 
 # Published text configs: sections, order and partial rotation.

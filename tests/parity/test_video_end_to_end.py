@@ -16,9 +16,9 @@ from encoder_service import app
 from encoder_service.checkpoints.synthetic import FAMILIES, make_checkpoint
 from encoder_service.rpc import convert
 from lm_adapter import ClipItem, FramesItem, ImageItem, PreprocessOptions, VisionEncoderClient
-from lm_adapter.clip_texts import kimi_chunk_texts, qwen_frame_texts
 from lm_adapter.engines.hf import RemoteItem, load_language_model
 from lm_adapter.items import Grid, Modality
+from lm_adapter.prefill.clip_texts import kimi_chunk_texts, qwen_frame_texts
 from lm_adapter.types import EncodedRows
 from tests.integration.conftest import RunningService, running
 from tests.parity.full_model import FullModel, Picture

@@ -13,7 +13,7 @@ from typing import Any
 
 from lm_adapter.errors import InvalidRequest
 from lm_adapter.items import Modality
-from lm_adapter.placeholders import PromptItem, prompt_item
+from lm_adapter.prefill.placeholders import PromptItem, prompt_item
 
 _FAMILIES = {
     "qwen3_vl": (False, True),

@@ -26,9 +26,9 @@ import numpy.typing as npt
 from lm_adapter.engines.hf.checkpoint import VisionInterface
 from lm_adapter.errors import InvalidRequest
 from lm_adapter.items import Grid, Modality
-from lm_adapter.mrope import MRopePositions, batch_positions, mrope_positions, plain_positions
-from lm_adapter.placeholders import ExpandedPrompt, expand_batch
-from lm_adapter.splice import RowsLayout, Splicer, StepChunk, splice_step
+from lm_adapter.prefill.mrope import MRopePositions, batch_positions, mrope_positions, plain_positions
+from lm_adapter.prefill.placeholders import ExpandedPrompt, expand_batch
+from lm_adapter.prefill.splice import RowsLayout, Splicer, StepChunk, splice_step
 from lm_adapter.types import EncodedRows
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from lm_adapter.engines.hf.checkpoint import VisionInterface
 from lm_adapter.items import Grid, Modality
-from lm_adapter.mrope import MRopePositions, mrope_positions
-from lm_adapter.placeholders import expand_placeholders
+from lm_adapter.prefill.mrope import MRopePositions, mrope_positions
+from lm_adapter.prefill.placeholders import expand_placeholders
 
 SENTINEL = "<image>"
 """SGLang's own clients may write this for an image, instead of the model's placeholder."""

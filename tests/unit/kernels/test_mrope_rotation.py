@@ -8,8 +8,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lm_adapter.kernels import rotate
-from lm_adapter.rotary import MRopeLayout, RotaryTable, apply_mrope
+from lm_adapter.prefill.kernels import rotate
+from lm_adapter.prefill.rotary import MRopeLayout, RotaryTable, apply_mrope
 from tests.unit.kernels.references import assert_near, randn
 
 # q heads, k heads, head_dim, layout: Qwen3-VL 8B, Qwen3.5, Qwen2.5-VL 7B, shapes that divide by nothing.

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from lm_adapter.errors import InvalidRequest
-from lm_adapter.kernels import scatter_rows
-from lm_adapter.placeholders import ExpandedPrompt, PromptItem, expand_placeholders
-from lm_adapter.splice import RowsLayout, Splicer, StepChunk, splice_step
+from lm_adapter.prefill.kernels import scatter_rows
+from lm_adapter.prefill.placeholders import ExpandedPrompt, PromptItem, expand_placeholders
+from lm_adapter.prefill.splice import RowsLayout, Splicer, StepChunk, splice_step
 from tests.unit.kernels.references import DTYPES, randn
 
 IMAGE = 900

@@ -8,8 +8,8 @@ import secrets
 
 import pytest
 
-from lm_adapter.clip_texts import kimi_chunk_texts, qwen_frame_texts, qwen_patch_times
 from lm_adapter.errors import InvalidRequest
+from lm_adapter.prefill.clip_texts import kimi_chunk_texts, qwen_frame_texts, qwen_patch_times
 
 
 def test_patches_and_chunks_of_other_sizes() -> None:

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from lm_adapter.errors import InvalidRequest
-from lm_adapter.mrope import MRopePositions, batch_positions, mrope_positions, plain_positions
-from lm_adapter.placeholders import ExpandedPrompt, PromptItem, expand_placeholders
-from lm_adapter.prefix_cache import substitute_pad_ids
+from lm_adapter.prefill.mrope import MRopePositions, batch_positions, mrope_positions, plain_positions
+from lm_adapter.prefill.placeholders import ExpandedPrompt, PromptItem, expand_placeholders
+from lm_adapter.prefill.prefix_cache import substitute_pad_ids
 
 IMAGE, VIDEO = 900, 901
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from lm_adapter.errors import InvalidRequest
 from lm_adapter.items import Modality
-from lm_adapter.placeholders import (
+from lm_adapter.prefill.placeholders import (
     ExpandedPrompt,
     PromptItem,
     expand_batch,

@@ -8,8 +8,8 @@ import pytest
 
 from lm_adapter.errors import InvalidRequest
 from lm_adapter.items import Modality
-from lm_adapter.placeholders import PromptItem, expand_placeholders
-from lm_adapter.prefix_cache import (
+from lm_adapter.prefill.placeholders import PromptItem, expand_placeholders
+from lm_adapter.prefill.prefix_cache import (
     FIRST_PAD_ID,
     PadIdLedger,
     PadScheme,

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from lm_adapter import rotary
 from lm_adapter.errors import InvalidRequest, MissingDependency
-from lm_adapter.rotary import MRopeLayout, RotaryTable, apply_mrope, choose_backend
+from lm_adapter.prefill import rotary
+from lm_adapter.prefill.rotary import MRopeLayout, RotaryTable, apply_mrope, choose_backend
 
 LAYOUT = MRopeLayout((4, 2, 2), interleaved=True)
 TABLE = RotaryTable.build(LAYOUT, torch.ones(8), max_positions=10)

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lm_adapter.errors import InvalidRequest, InvalidRows
-from lm_adapter.placeholders import ExpandedPrompt, PromptItem, expand_placeholders
-from lm_adapter.splice import (
+from lm_adapter.prefill.placeholders import ExpandedPrompt, PromptItem, expand_placeholders
+from lm_adapter.prefill.splice import (
     RowsLayout,
     Splicer,
     StepChunk,

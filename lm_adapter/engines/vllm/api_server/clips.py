@@ -13,11 +13,11 @@ from typing import Any
 
 from lm_adapter.checks import check_grid
 from lm_adapter.client import AsyncVisionEncoderClient
-from lm_adapter.clip_texts import qwen_patch_times
 from lm_adapter.engines.shared.geometry import Geometry
 from lm_adapter.errors import EncoderError, InvalidRequest, InvalidRows, ItemFailed
 from lm_adapter.items import ClipItem, Grid, PreprocessOptions
 from lm_adapter.keys import content_digest
+from lm_adapter.prefill.clip_texts import qwen_patch_times
 
 SAMPLING = ("fps", "min_frames", "max_frames")
 """Names in vLLM's ``media_io_kwargs`` for which the encoder has options."""

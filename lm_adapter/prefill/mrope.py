@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lm_adapter.errors import InvalidRequest
-from lm_adapter.placeholders import ExpandedPrompt, ItemSpan, merged_grid
+from lm_adapter.prefill.placeholders import ExpandedPrompt, ItemSpan, merged_grid
 
 NUM_AXES = 3
 

@@ -172,7 +172,7 @@ def apply_mrope(
     if choose_backend(backend, q_THd) == "torch":
         _rotate(q_THd, k_THd, positions_3T, table)
     else:
-        from lm_adapter.kernels.rotate import rotate_qk_
+        from lm_adapter.prefill.kernels.rotate import rotate_qk_
 
         rotate_qk_(q_THd, k_THd, positions_3T, table.cos_sin, table.layout.sections, table.layout.interleaved)
     return q_THd, k_THd

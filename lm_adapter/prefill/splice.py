@@ -33,8 +33,8 @@ import numpy as np
 import numpy.typing as npt
 
 from lm_adapter.errors import InvalidRequest, InvalidRows
-from lm_adapter.placeholders import ItemSpan
-from lm_adapter.rotary import Backend, choose_backend
+from lm_adapter.prefill.placeholders import ItemSpan
+from lm_adapter.prefill.rotary import Backend, choose_backend
 
 if TYPE_CHECKING:
     import torch
@@ -330,7 +330,7 @@ def _splice_triton(
     inputs_embeds: torch.Tensor, pieces: Sequence[_Piece], deepstack: torch.Tensor, *, per_token: bool
 ) -> torch.Tensor:
     """Uses one launch for each dtype among the rows. Returns the visual tokens."""
-    from lm_adapter.kernels.scatter_rows import scatter_rows_
+    from lm_adapter.prefill.kernels.scatter_rows import scatter_rows_
 
     pieces = [_contiguous(piece) for piece in pieces]
     addresses, visual_tokens = _row_table(pieces)

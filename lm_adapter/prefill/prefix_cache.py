@@ -25,10 +25,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from lm_adapter.alignment import Ids
 from lm_adapter.errors import InvalidRequest
 from lm_adapter.items import Modality
-from lm_adapter.placeholders import ExpandedPrompt
+from lm_adapter.prefill.alignment import Ids
+from lm_adapter.prefill.placeholders import ExpandedPrompt
 from vision_encoder.layout.keys import DIGEST_BYTES
 
 FIRST_PAD_ID = 1_000_000

@@ -15,10 +15,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from lm_adapter.alignment import Ids, Run, align, placeholder_runs
-from lm_adapter.alignment import PromptItem as PromptItem
 from lm_adapter.errors import InvalidRequest
 from lm_adapter.items import Modality
+from lm_adapter.prefill.alignment import Ids, Run, align, placeholder_runs
+from lm_adapter.prefill.alignment import PromptItem as PromptItem
 
 
 class Segment(NamedTuple):
