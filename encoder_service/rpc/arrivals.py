@@ -1,11 +1,10 @@
 """Bounds the bytes of messages that are still arriving.
 
-gRPC hands over a message when all of it is there, so nothing sees its size before. Therefore only as many
-messages are received at once as may all be of the largest size; calls wait for their turn, which nearly
-always lasts for one turn of the event loop. A message that is not whole by the second check is late. It gives
-its turn to another, and from then on counts with the bytes that its connection receives, by the kernel's
-count. Where the kernel does not count (unix sockets), it counts as large as one may be, and keeps its turn
-while there is no room for that.
+gRPC hands over a message when all of it is there, so nothing sees its size before. A message that is not
+whole by the second check is late, and from then on counts with the bytes that its connection receives, by the
+kernel's count. Where the kernel does not count (unix sockets), it counts as large as one may be. What cannot
+be counted for want of room is refused. Until it is late, a message counts as large as the ones before it: as
+the largest at first, and after each message as large as that one or a little less than before.
 """
 
 from __future__ import annotations
@@ -25,17 +24,20 @@ from encoder_service.scheduler.admission import RETRY_AFTER_MS
 Context = grpc.aio.ServicerContext[Any, Any]
 
 CHECK_S = 0.025
+# How fast the expected size of a message falls, by message, and to what.
+FADING = 0.8
+LEAST_EXPECTED_BYTES = 1 << 16
 
 
 @dataclass(eq=False)
 class _Arrival:
-    """A message that is not there yet. has_turn: it is not late. num_held: taken for it alone. refused: why
-    it is not waited for any longer."""
+    """A message that is not there yet. num_expected: bytes taken for it until it is late. num_held: taken for
+    it alone as a late one. refused: why it is not waited for any longer."""
 
     peer: str
     holder: Holder
     limit: asyncio.Timeout
-    has_turn: bool = True
+    num_expected: int = 0
     num_held: int = 0
     refused: QueueFull | None = None
 
@@ -61,9 +63,11 @@ class Arrivals:
         max_message_bytes: int,
         received: Callable[[Collection[str]], Mapping[str, int]] | None = None,
     ) -> None:
-        """max_bytes: of the messages that are received at once, and again of the late ones; both with a share
-        for each holder. received: the bytes that connections have received, by peer; called on a thread."""
-        self._turns = WaitingShares(max(1, max_bytes // max_message_bytes))
+        """max_bytes: of the late messages, and apart from them of the others, with a share for each holder.
+        received: the bytes that connections have received, by peer; called on a thread."""
+        self._prompt = WaitingShares(max_bytes)
+        self._expected_bytes = max_message_bytes
+        self._least_bytes = min(LEAST_EXPECTED_BYTES, max_message_bytes)
         self._shares = Shares(max_bytes)
         self._max_message_bytes = max_message_bytes
         self._received = received or KernelCounts()
@@ -82,8 +86,8 @@ class Arrivals:
         arrival: _Arrival | None = None
         try:
             async with asyncio.timeout(within_s) as limit:
-                await self._turns.acquire(holder)
-                arrival = _Arrival(context.peer(), holder, limit)
+                num_expected = await self._prompt.acquire(holder, self._expected_bytes)
+                arrival = _Arrival(context.peer(), holder, limit, num_expected)
                 data = await self._receive(context, arrival)
         except TimeoutError:
             if arrival is not None and arrival.refused is not None:
@@ -98,19 +102,22 @@ class Arrivals:
         data: object = None
         try:
             data = await context.read()
+            num_bytes = len(data) if isinstance(data, bytes) else 0
+            faded_bytes = int(self._expected_bytes * FADING)
+            self._expected_bytes = max(num_bytes, faded_bytes, self._least_bytes)
             return data
         finally:
             self._waiting.discard(arrival)
-            self._end_turn(arrival)
+            self._end_prompt(arrival)
             self._shares.give_back(arrival.holder, arrival.num_held)
             connection = self._connections.get(arrival.peer)
             if connection is not None:
                 self._leave(connection, arrival, len(data) if isinstance(data, bytes) else 0)
 
-    def _end_turn(self, arrival: _Arrival) -> None:
-        if arrival.has_turn:
-            arrival.has_turn = False
-            self._turns.release(arrival.holder, 1)
+    def _end_prompt(self, arrival: _Arrival) -> None:
+        num_expected, arrival.num_expected = arrival.num_expected, 0
+        if num_expected:
+            self._prompt.release(arrival.holder, num_expected)
 
     def _leave(self, connection: _Connection, arrival: _Arrival, num_bytes: int) -> None:
         """A message that has come, with ``num_bytes``, or is not waited for any longer. Also one that came in
@@ -146,10 +153,13 @@ class Arrivals:
             if peer in received:
                 connection = self._connections.setdefault(peer, _Connection(holder, received[peer]))
                 connection.arrivals.add(arrival)
-                self._end_turn(arrival)
-            elif arrival.has_turn and self._shares.take(holder, self._max_message_bytes):
-                arrival.num_held = self._max_message_bytes
-                self._end_turn(arrival)
+                self._end_prompt(arrival)
+            elif arrival.num_expected:
+                self._end_prompt(arrival)
+                if self._shares.take(holder, self._max_message_bytes):
+                    arrival.num_held = self._max_message_bytes
+                else:
+                    self._refuse(arrival)
         for peer, num_bytes in received.items():
             counted = self._connections.get(peer)
             if counted is not None:
@@ -166,10 +176,13 @@ class Arrivals:
             self._shares.give_back(connection.holder, -more)
         elif not self._shares.take(connection.holder, more):
             for arrival in connection.arrivals:
-                arrival.refused = self._no_room(connection.holder)
-                arrival.limit.reschedule(asyncio.get_running_loop().time())
+                self._refuse(arrival)
             return
         connection.num_held = num_bytes
+
+    def _refuse(self, arrival: _Arrival) -> None:
+        arrival.refused = self._no_room(arrival.holder)
+        arrival.limit.reschedule(asyncio.get_running_loop().time())
 
     def _no_room(self, holder: Holder) -> QueueFull:
         used, held, most = self._shares.num_used, self._shares.held_by(holder), self._shares.limit

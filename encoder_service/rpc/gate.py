@@ -96,14 +96,13 @@ class CallGate:
         admission: Admission,
         max_message_bytes: int,
     ) -> None:
-        """admission: counts the messages of calls in progress. Those that are still arriving count
-        apart: half of that limit for those that come at once, half for late ones."""
+        """admission: counts the messages of calls in progress. Late ones that are still arriving
+        count apart, with the same limit."""
         self.permits = permits
         self.refused: Counter[str] = Counter()
         self._tokens = tokens
         self._admission = admission
-        max_arriving_bytes = max(admission.max_bytes // 2, max_message_bytes)
-        self.arrivals = Arrivals(max_arriving_bytes, max_message_bytes)
+        self.arrivals = Arrivals(admission.max_bytes, max_message_bytes)
         self._short_calls = CallPermits(MAX_SHORT_CALLS)
         self._streams = CallPermits(MAX_STREAMS)
         self._large = WaitingShares(1)

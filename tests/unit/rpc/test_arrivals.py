@@ -116,6 +116,29 @@ async def test_p67_only_as_many_messages_are_received_at_once_as_may_be_of_the_l
         assert await reading == b"a"
 
 
+async def test_p67_small_messages_are_received_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CHECK_S", 10)
+    monkeypatch.setattr(module, "LEAST_EXPECTED_BYTES", 1)
+    rig = Rig()
+    for _ in range(40):
+        call, reading = rig.start(TCP)
+        call.message.set_result(b"a")
+        assert await reading == b"a"
+    many = [rig.start(TCP) for _ in range(60)]
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert {call.num_reads for call, _ in many} == {1}
+    many[0][0].message.set_result(bytes(MAX_MESSAGE))
+    await many[0][1]
+    more = [rig.start(TCP) for _ in range(9)]
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert sum(call.num_reads for call, _ in more) <= 3, "after a large one, fewer at once"
+    for call, reading in (*many[1:], *more):
+        call.message.set_result(b"a")
+        assert await reading == b"a"
+
+
 async def test_p67_a_late_message_gives_its_turn_to_others() -> None:
     rig = Rig()
     stalled = [rig.start(TCP) for _ in range(8)]
@@ -131,7 +154,9 @@ async def test_p67_without_the_kernels_count_a_late_message_is_as_large_as_one_m
     started = [rig.start(UNIX) for _ in range(4)]
     await rig.kernel.check()
     await rig.kernel.check()
-    assert rig.arrivals.num_bytes == 300, "the fourth keeps its turn"
+    assert rig.arrivals.num_bytes == 300
+    with pytest.raises(QueueFull, match="hold 300 bytes, 300 of them this caller's; at most 400"):
+        await started.pop()[1]
     quick, reading = rig.start(UNIX)
     quick.message.set_result(b"a")
     assert await reading == b"a", "a message that comes at once needs no room"
