@@ -10,17 +10,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import sys
 import threading
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeAlias, TypeVar
 
 from encoder_service.ingest.video.clip import Clip
 from encoder_service.ops.shares import Holder, WaitingShares
 
 Result = TypeVar("Result")
+_Job: TypeAlias = "tuple[Future[Any], Callable[[], Any]]"
 
 # How much less urgent than an image a clip's decoding is to the operating system.
 CLIP_NICENESS = 5
@@ -28,13 +31,71 @@ CLIP_NICENESS = 5
 
 class _Threads:
     """Some threads, which callers use in turns. One caller alone keeps ``num_threads`` busy; a second one
-    finds more, so that it need not wait for the end of a long job."""
+    finds more, so that it need not wait for the end of a long job. A thread that becomes free takes the next
+    job by itself, without the event loop."""
 
     def __init__(self, num_threads: int, name: str, niceness: int = 0) -> None:
         self.num_spare = max(1, num_threads // 3)
-        num_threads += self.num_spare
-        self.executor = ThreadPoolExecutor(num_threads, name, set_niceness, (niceness,))
-        self.places = WaitingShares(num_threads, num_reserved=self.num_spare)
+        self.num_all = num_threads + self.num_spare
+        self.executor = ThreadPoolExecutor(self.num_all, name, set_niceness, (niceness,))
+        self._max_own = num_threads
+        self._lock = threading.Lock()
+        self._waiting: dict[Holder, deque[_Job]] = {}
+        """In the order of their turns."""
+        self._running: Counter[Holder] = Counter()
+        self._num_deferred = 0
+        """Jobs that wait although a thread was free: their caller has as many threads as it may have."""
+
+    @property
+    def num_waiting(self) -> int:
+        with self._lock:
+            return sum(map(len, self._waiting.values()))
+
+    def submit(self, holder: Holder, function: Callable[[], Result]) -> Future[Result]:
+        job: Future[Result] = Future()
+        with self._lock:
+            self._waiting.setdefault(holder, deque()).append((job, function))
+        self.executor.submit(self._run_next)
+        return job
+
+    def _run_next(self) -> None:
+        found = self._take()
+        if found is None:
+            return
+        holder, (job, function) = found
+        try:
+            if job.set_running_or_notify_cancel():
+                try:
+                    job.set_result(function())
+                except BaseException as error:
+                    job.set_exception(error)
+        finally:
+            self._give_back(holder)
+
+    def _take(self) -> tuple[Holder, _Job] | None:
+        """The next job, by turns. None while all callers that wait have as many threads as they may have."""
+        with self._lock:
+            for holder, jobs in self._waiting.items():
+                if self._running[holder] < self._max_own:
+                    del self._waiting[holder]
+                    job = jobs.popleft()
+                    if jobs:  # behind the others
+                        self._waiting[holder] = jobs
+                    self._running[holder] += 1
+                    return holder, job
+            self._num_deferred += 1
+            return None
+
+    def _give_back(self, holder: Holder) -> None:
+        with self._lock:
+            self._running[holder] -= 1
+            if not self._running[holder]:
+                del self._running[holder]
+            if not self._num_deferred:
+                return
+            self._num_deferred -= 1
+        with contextlib.suppress(RuntimeError):  # shut down meanwhile
+            self.executor.submit(self._run_next)
 
 
 class IngestWorkers:
@@ -45,7 +106,7 @@ class IngestWorkers:
         self.memory = WaitingShares(max_decoded_bytes)
         self._images = _Threads(num_threads, "ingest")
         self._clips = _Threads(num_clip_threads, "clips", CLIP_NICENESS)
-        self._openings = WaitingShares(self._clips.places.limit, num_reserved=self._clips.num_spare)
+        self._openings = WaitingShares(self._clips.num_all, num_reserved=self._clips.num_spare)
 
     @property
     def executor(self) -> ThreadPoolExecutor:
@@ -55,7 +116,7 @@ class IngestWorkers:
     @property
     def num_waiting(self) -> int:
         """Jobs that wait for a thread or for memory."""
-        return self.memory.num_waiting + self._images.places.num_waiting + self._clips.places.num_waiting
+        return self.memory.num_waiting + self._images.num_waiting + self._clips.num_waiting
 
     async def run(
         self,
@@ -68,25 +129,21 @@ class IngestWorkers:
         """The function's result, computed on a thread. decoded_bytes: the most memory that it takes for
         pixels while it runs. If the caller leaves, the function still runs to its end."""
         threads, holder = self._clips if is_clip else self._images, holder[-1:]
-        with contextlib.ExitStack() as held:
-            if decoded_bytes:
-                taken = await self.memory.acquire(holder, decoded_bytes)
-                held.callback(self.memory.release, holder, taken)
-            place = await threads.places.acquire(holder)
-            held.callback(threads.places.release, holder, place)
-            job = threads.executor.submit(function, *arguments)
-            try:
-                return await asyncio.wrap_future(job)
-            except asyncio.CancelledError:
-                if not job.done():
-                    loop, ended = asyncio.get_running_loop(), held.pop_all()
+        taken = await self.memory.acquire(holder, decoded_bytes) if decoded_bytes else 0
+        job = threads.submit(holder, functools.partial(function, *arguments))
+        try:
+            return await asyncio.wrap_future(job)
+        finally:
+            if taken and job.done():
+                self.memory.release(holder, taken)
+            elif taken:
+                loop = asyncio.get_running_loop()
 
-                    def give_back(_: object) -> None:
-                        with contextlib.suppress(RuntimeError):  # the loop has ended, and the limits with it
-                            loop.call_soon_threadsafe(ended.close)
+                def release(_: object) -> None:
+                    with contextlib.suppress(RuntimeError):  # the loop has ended, and the limit with it
+                        loop.call_soon_threadsafe(self.memory.release, holder, taken)
 
-                    job.add_done_callback(give_back)
-                raise
+                job.add_done_callback(release)
 
     @contextlib.asynccontextmanager
     async def open_clip(self, holder: Holder, opens: Callable[[], Clip]) -> AsyncIterator[Clip]:
