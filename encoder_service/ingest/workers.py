@@ -40,8 +40,8 @@ class _Threads:
         self.executor = ThreadPoolExecutor(self.num_all, name, set_niceness, (niceness,))
         self._max_own = num_threads
         self._lock = threading.Lock()
-        self._waiting: dict[Holder, deque[_Job]] = {}
-        """In the order of their turns."""
+        self._waiting: dict[Holder, dict[Holder, deque[_Job]]] = {}
+        """By the first step of the caller's path, and below it by the whole path; both in turns."""
         self._running: Counter[Holder] = Counter()
         self._num_deferred = 0
         """Jobs that wait although a thread was free: their caller has as many threads as it may have."""
@@ -49,12 +49,13 @@ class _Threads:
     @property
     def num_waiting(self) -> int:
         with self._lock:
-            return sum(map(len, self._waiting.values()))
+            return sum(len(jobs) for below in self._waiting.values() for jobs in below.values())
 
     def submit(self, holder: Holder, function: Callable[[], Result]) -> Future[Result]:
         job: Future[Result] = Future()
         with self._lock:
-            self._waiting.setdefault(holder, deque()).append((job, function))
+            below = self._waiting.setdefault(holder[:1], {})
+            below.setdefault(holder, deque()).append((job, function))
         self.executor.submit(self._run_next)
         return job
 
@@ -62,7 +63,7 @@ class _Threads:
         found = self._take()
         if found is None:
             return
-        holder, (job, function) = found
+        caller, (job, function) = found
         try:
             if job.set_running_or_notify_cancel():
                 try:
@@ -70,27 +71,30 @@ class _Threads:
                 except BaseException as error:
                     job.set_exception(error)
         finally:
-            self._give_back(holder)
+            self._give_back(caller)
 
     def _take(self) -> tuple[Holder, _Job] | None:
         """The next job, by turns. None while all callers that wait have as many threads as they may have."""
         with self._lock:
-            for holder, jobs in self._waiting.items():
-                if self._running[holder] < self._max_own:
-                    del self._waiting[holder]
+            for caller, below in self._waiting.items():
+                if self._running[caller] < self._max_own:
+                    holder, jobs = next(iter(below.items()))
+                    del self._waiting[caller], below[holder]
                     job = jobs.popleft()
                     if jobs:  # behind the others
-                        self._waiting[holder] = jobs
-                    self._running[holder] += 1
-                    return holder, job
+                        below[holder] = jobs
+                    if below:
+                        self._waiting[caller] = below
+                    self._running[caller] += 1
+                    return caller, job
             self._num_deferred += 1
             return None
 
-    def _give_back(self, holder: Holder) -> None:
+    def _give_back(self, caller: Holder) -> None:
         with self._lock:
-            self._running[holder] -= 1
-            if not self._running[holder]:
-                del self._running[holder]
+            self._running[caller] -= 1
+            if not self._running[caller]:
+                del self._running[caller]
             if not self._num_deferred:
                 return
             self._num_deferred -= 1
@@ -128,7 +132,7 @@ class IngestWorkers:
     ) -> Result:
         """The function's result, computed on a thread. decoded_bytes: the most memory that it takes for
         pixels while it runs. If the caller leaves, the function still runs to its end."""
-        threads, holder = self._clips if is_clip else self._images, holder[-1:]
+        threads = self._clips if is_clip else self._images
         taken = await self.memory.acquire(holder, decoded_bytes) if decoded_bytes else 0
         job = threads.submit(holder, functools.partial(function, *arguments))
         try:
@@ -150,20 +154,25 @@ class IngestWorkers:
         """The clip that ``opens`` gives on a thread of clips. What it holds counts as decoded until the end
         of the block, which closes it. How much that is shows when it is open, so only as many are opened at
         a time as there are threads."""
-        step, held_bytes = holder[-1:], 0
-        async with self._openings.hold(step):
-            clip = await self.run(holder, opens, is_clip=True)
-            try:
-                if clip.held_bytes:
-                    held_bytes = await self.memory.acquire(step, clip.held_bytes)
-            except BaseException:
-                clip.close()
-                raise
+        held_bytes, opened, has_left = 0, list[Clip](), threading.Event()
+
+        def open_it() -> Clip:
+            opened.append(opens())
+            if has_left.is_set():
+                opened[0].close()
+            return opened[0]
+
         try:
+            async with self._openings.hold(holder):
+                clip = await self.run(holder, open_it, is_clip=True)
+                if clip.held_bytes:
+                    held_bytes = await self.memory.acquire(holder, clip.held_bytes)
             yield clip
         finally:
-            clip.close()
-            self.memory.release(step, held_bytes)
+            has_left.set()  # a clip that is still being opened is closed then
+            for clip in opened:
+                clip.close()
+            self.memory.release(holder, held_bytes)
 
     def shutdown(self, *, wait: bool = False) -> None:
         """Starts no further job. wait: until those that run have ended."""

@@ -27,6 +27,7 @@ CHECK_S = 0.025
 # How fast the expected size of a message falls, by message, and to what.
 FADING = 0.8
 LEAST_EXPECTED_BYTES = 1 << 16
+MAX_PEERS = 4096
 
 
 @dataclass(eq=False)
@@ -73,6 +74,8 @@ class Arrivals:
         self._received = received or KernelCounts()
         self._waiting: set[_Arrival] = set()
         self._connections: dict[str, _Connection] = {}
+        self._delivered: dict[str, int] = {}
+        """Bytes of the messages that came whole, by connection."""
         self._checking: asyncio.Task[None] | None = None
 
     @property
@@ -103,6 +106,7 @@ class Arrivals:
         try:
             data = await context.read()
             num_bytes = len(data) if isinstance(data, bytes) else 0
+            self._note_delivered(arrival.peer, num_bytes)
             faded_bytes = int(self._expected_bytes * FADING)
             self._expected_bytes = max(num_bytes, faded_bytes, self._least_bytes)
             return data
@@ -125,8 +129,18 @@ class Arrivals:
         connection.num_bytes -= num_bytes
         connection.arrivals.discard(arrival)
         self._count(connection)
-        if not connection.arrivals:
-            del self._connections[arrival.peer]
+        if connection.arrivals:
+            return
+        del self._connections[arrival.peer]
+        if not any(other.peer == arrival.peer for other in self._waiting):
+            self._delivered[arrival.peer] = connection.received
+
+    def _note_delivered(self, peer: str, num_bytes: int) -> None:
+        """Adds to what the connection's messages had in all. The oldest of very many connections are
+        forgotten: all that they received counts then."""
+        self._delivered[peer] = self._delivered.pop(peer, 0) + num_bytes
+        if len(self._delivered) > MAX_PEERS:
+            del self._delivered[next(iter(self._delivered))]
 
     # -- late messages ---------------------------------------------------------------------------------
 
@@ -151,7 +165,12 @@ class Arrivals:
                 continue
             peer, holder = arrival.peer, arrival.holder
             if peer in received:
-                connection = self._connections.setdefault(peer, _Connection(holder, received[peer]))
+                connection = self._connections.get(peer)
+                if connection is None:
+                    self._connections[peer] = connection = _Connection(holder, received[peer])
+                    # Before it is late, too; nothing was delivered if another connection had this address.
+                    held_bytes = received[peer] - self._delivered.get(peer, 0)
+                    connection.num_bytes = received[peer] if held_bytes < 0 else held_bytes
                 connection.arrivals.add(arrival)
                 self._end_prompt(arrival)
             elif arrival.num_expected:
@@ -181,6 +200,8 @@ class Arrivals:
         connection.num_held = num_bytes
 
     def _refuse(self, arrival: _Arrival) -> None:
+        if arrival.refused is not None:  # its call ends already
+            return
         arrival.refused = self._no_room(arrival.holder)
         arrival.limit.reschedule(asyncio.get_running_loop().time())
 

@@ -24,7 +24,7 @@ from encoder_service.rpc.auth import host_of
 log = structlog.get_logger(__name__)
 
 DESCRIPTORS = "/proc/self/fd"
-CHECK_S = 0.25
+CHECK_S, FILLING_CHECK_S = 0.25, 0.02
 # Of tcpi_bytes_received in struct tcp_info of linux/tcp.h.
 BYTES_RECEIVED_AT = 128
 
@@ -122,8 +122,10 @@ class ConnectionShares:
     async def run(self, ports: Collection[int]) -> None:
         """Checks the server's connections until it is cancelled. ports: of its listening addresses."""
         while True:
-            await asyncio.sleep(CHECK_S)
-            if _num_descriptors() > self._max_connections / 2:
+            is_filling = _num_descriptors() > self._max_connections / 2
+            # Those who open connections again and again fill what is free within milliseconds.
+            await asyncio.sleep(FILLING_CHECK_S if is_filling else CHECK_S)
+            if is_filling:
                 ended = await asyncio.to_thread(self.check, ports)
                 if ended and not self._was_full:
                     log.warning(

@@ -81,9 +81,10 @@ async def test_a_message_that_is_there_at_once_costs_nothing() -> None:
 
 async def test_p67_late_messages_count_with_the_bytes_of_their_connection() -> None:
     rig = Rig()
+    rig.kernel.received[TCP] = 0
     (first, reading), (second, other) = rig.start(TCP), rig.start(TCP)
     await rig.kernel.check()
-    assert rig.arrivals.num_bytes == 0, "what came before"
+    assert rig.arrivals.num_bytes == 0
     rig.kernel.received[TCP] += 90
     await rig.kernel.check()
     assert rig.arrivals.num_bytes == 90
@@ -114,6 +115,38 @@ async def test_p67_only_as_many_messages_are_received_at_once_as_may_be_of_the_l
     for call, reading in (*others, *stalled):
         call.message.set_result(b"a")
         assert await reading == b"a"
+
+
+async def test_p67_what_came_before_a_message_is_late_counts_unless_it_was_delivered() -> None:
+    rig = Rig()
+    rig.kernel.received[TCP] = 70
+    delivered, reading = rig.start(TCP)
+    delivered.message.set_result(bytes(70))
+    await reading
+    late, reading = rig.start(TCP)
+    rig.kernel.received[TCP] += 40  # at once, and nothing afterwards
+    await rig.kernel.check()
+    assert rig.arrivals.num_bytes == 40
+    late.message.set_result(bytes(40))
+    await reading
+    rig.kernel.received[TCP] = 30  # another connection from the same address
+    late, reading = rig.start(TCP)
+    await rig.kernel.check()
+    assert rig.arrivals.num_bytes == 30
+    late.message.set_result(bytes(30))
+    await reading
+
+
+async def test_p67_messages_of_one_connection_are_refused_together() -> None:
+    rig = Rig()
+    rig.kernel.received[TCP] = 0
+    calls = [rig.start(TCP)[1] for _ in range(5)]
+    await rig.kernel.check()
+    rig.kernel.received[TCP] += 401
+    for outcome in await asyncio.gather(*calls, return_exceptions=True):
+        assert isinstance(outcome, QueueFull)
+    assert rig.arrivals.num_bytes == 0
+    assert not rig.arrivals._connections
 
 
 async def test_p67_small_messages_are_received_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
