@@ -187,14 +187,17 @@ class Arrivals:
                 self._count(counted)
 
     def _count(self, connection: _Connection) -> None:
-        """Takes room for what a connection's late messages hold now, or ends them."""
+        """Takes room for what a connection's late messages hold now, or ends the caller's
+        newest."""
         most = len(connection.arrivals) * self._max_message_bytes
         num_bytes = min(most, max(0, connection.num_bytes))
         more = num_bytes - connection.num_held
         if more <= 0:
             self._shares.give_back(connection.holder, -more)
         elif not self._shares.take(connection.holder, more):
-            for arrival in connection.arrivals:
+            # The caller's newest ends, so that the ones before it come whole.
+            own = (other for other in self._connections.values() if other.holder == connection.holder)
+            for arrival in list(own)[-1].arrivals if connection.arrivals else ():
                 self._refuse(arrival)
             return
         connection.num_held = num_bytes

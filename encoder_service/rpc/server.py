@@ -55,7 +55,7 @@ MAX_STREAMS = 256
 # also those of callers that sent only one.
 MAX_PENDING_CALLS, MAX_PENDING_CALLS_EVER = 32_768, 65_536
 # gRPC accepts more connections than the limit, so that ``ConnectionShares`` can choose which ones end.
-EXTRA_CONNECTIONS = 1.0
+EXTRA_CONNECTIONS = 1 / 4
 # What a caller may send of a message that is not read, also behind its request. gRPC would let it grow to
 # megabytes.
 UNREAD_BYTES = 1 << 18

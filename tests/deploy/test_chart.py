@@ -169,19 +169,19 @@ def test_p37_the_pod_has_time_to_drain(case: str, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("case", CASES)
 def test_p17_the_memory_limit_covers_what_is_held(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Content counts twice: as it arrives, and once it is admitted."""
+    """Content counts three times: as it arrives, in its message, and as an item."""
     settings = settings_of(rendered(case), monkeypatch)
     limits = container_of(rendered(case))["resources"]["limits"]
-    held_bytes = settings.arena_bytes + 2 * settings.max_queued_bytes
+    held_bytes = settings.arena_bytes + 3 * settings.max_queued_bytes
     held_bytes += settings.max_undelivered_bytes + settings.max_decoded_bytes
     assert held_bytes + (768 << 20) <= quantity(limits["memory"])
     gpus = {"nvidia.com/gpu": "1"} if case in GPU_CASES else {}
     assert {name: limit for name, limit in limits.items() if name != "memory"} == gpus
 
 
-@pytest.mark.parametrize("memory", ["5Gi", "2G", "5800Mi", "1000000"])
+@pytest.mark.parametrize("memory", ["5Gi", "2G", "6900Mi", "1000000"])
 def test_p50_a_memory_limit_below_what_the_settings_admit_is_refused(memory: str) -> None:
-    with pytest.raises(RenderingFailed, match=f"limits.memory is {memory}, .* admit 5888Mi"):
+    with pytest.raises(RenderingFailed, match=f"limits.memory is {memory}, .* admit 6912Mi"):
         render({"resources": {"limits": {"memory": memory}}})
     lowered = {
         "VE_MAX_QUEUED_BYTES": "2097152",

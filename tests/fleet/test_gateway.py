@@ -44,7 +44,7 @@ UNWANTED: dict[str, tuple[dict[str, str], bytes]] = {
 }
 PARSED = {
     "grpc-timeout": (("x", "", "123456789S"), "10S"),
-    "grpc-encoding": (("x", ""), "gzip"),
+    "grpc-encoding": (("x", ""), "identity"),
     "grpc-accept-encoding": (("x", ""), "gzip"),
     "grpc-previous-rpc-attempts": (("x", ""), "1"),
     "grpc-trace-bin": (("!", "A"), "AAAA"),

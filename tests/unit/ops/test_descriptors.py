@@ -38,11 +38,11 @@ def test_p71_connections_fit_into_the_descriptors(tmp_path: Path) -> None:
     assert fitted(1 << 20)[1] == []
     assert fitted(1 << 20)[0].max_connections == 1024
     found, said = fitted(1024)
-    assert found.max_connections == (1024 - 256) // 5
-    assert said == [f"{256 + 5 * 1024} 1024"]
+    assert found.max_connections == int((1024 - 256) / 3.5)
+    assert said == [f"{256 + 3.5 * 1024:.0f} 1024"]
     everything = {
         "broker_path": "/b", "url_allow": "a.test", "serve_sglang": "127.0.0.1:0",
         "serve_tokenspeed": "127.0.0.1:0",
     }  # fmt: skip
     assert fitted(8192, **everything)[0].max_connections < 1024
-    assert fitted(64, **everything)[0].max_connections == 1
+    assert fitted(64, **everything)[0].max_connections == 2

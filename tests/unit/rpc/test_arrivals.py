@@ -149,6 +149,26 @@ async def test_p67_messages_of_one_connection_are_refused_together() -> None:
     assert not rig.arrivals._connections
 
 
+async def test_p67_the_newest_connection_of_a_caller_ends_first() -> None:
+    rig = Rig()
+    peers = [f"ipv4:10.0.0.9:{port}" for port in range(1, 7)]
+    rig.kernel.received.update(dict.fromkeys(peers, 0))
+    calls = [rig.start(peer) for peer in peers]
+    await rig.kernel.check()
+    for peer in peers:
+        rig.kernel.received[peer] += 90
+    with pytest.raises(QueueFull):
+        await calls[-1][1]
+    await rig.kernel.check()
+    assert not calls[0][1].done()
+    assert not calls[1][1].done()
+    for call, reading in calls[:2]:
+        call.message.set_result(bytes(90))
+        assert await reading == bytes(90)
+    for _, reading in calls[2:]:
+        reading.cancel()
+
+
 async def test_p67_small_messages_are_received_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "CHECK_S", 10)
     monkeypatch.setattr(module, "LEAST_EXPECTED_BYTES", 1)

@@ -61,4 +61,4 @@ def test_an_arena_that_the_host_lacks_leaves_nothing_open(tmp_path: Path) -> Non
             tokens_file="tokens",
         )
     gc.collect()
-    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert len(os.listdir("/proc/self/fd")) <= descriptors

@@ -154,7 +154,7 @@ switch, or that the pod sets by itself, fails the rendering. */}}
 {{- $queued := get $settings "VE_MAX_QUEUED_BYTES" | default (mul 2 $gib) | int64 }}
 {{- $needed := add 805306368
     (get $settings "VE_ARENA_BYTES" | default (mul 2 $gib) | int64)
-    (mul 2 $queued)
+    (mul 3 $queued)
     (get $settings "VE_MAX_DECODED_BYTES" | default $gib | int64)
     (get $settings "VE_MAX_UNDELIVERED_BYTES" | default $gib | int64) }}
 {{- $limit := dig "limits" "memory" "" .Values.resources | toString }}
@@ -162,7 +162,7 @@ switch, or that the pod sets by itself, fails the rendering. */}}
 {{- $unit := get (dict "" 1 "k" 1000 "M" 1000000 "G" 1000000000 "Ki" 1024 "Mi" 1048576 "Gi" 1073741824) (regexFind "[A-Za-z]*$" $limit) }}
 {{- $bytes := mulf (regexFind "^[0-9.]+" $limit | float64) $unit | int64 }}
 {{- if lt $bytes $needed }}
-{{- fail (printf "resources.limits.memory is %s, the settings VE_ARENA_BYTES, VE_MAX_QUEUED_BYTES (twice), VE_MAX_DECODED_BYTES and VE_MAX_UNDELIVERED_BYTES admit %dMi with the process itself: raise the limit or lower these" $limit (div $needed 1048576)) }}
+{{- fail (printf "resources.limits.memory is %s, the settings VE_ARENA_BYTES, VE_MAX_QUEUED_BYTES (three times), VE_MAX_DECODED_BYTES and VE_MAX_UNDELIVERED_BYTES admit %dMi with the process itself: raise the limit or lower these" $limit (div $needed 1048576)) }}
 {{- end }}
 {{- end }}
 {{- end }}
