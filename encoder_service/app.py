@@ -40,6 +40,7 @@ from encoder_service.ingest.registry import load_preprocessor
 from encoder_service.ingest.urls import MAX_FETCHES, open_urls
 from encoder_service.ingest.video.source import clip_limits
 from encoder_service.ingest.workers import IngestWorkers
+from encoder_service.ops.allocator import return_freed_memory
 from encoder_service.ops.descriptors import raise_limit
 from encoder_service.ops.http_server import HttpLimits, HttpServer
 from encoder_service.ops.metrics import Metrics
@@ -538,7 +539,9 @@ async def serve(settings: Settings, announce: Callable[[Service], None]) -> int:
         starting.result()
         gc.freeze()  # what is there now stays: no collection has to walk through torch and the model again
         announce(service)
+        trimming = asyncio.ensure_future(return_freed_memory(lambda: service.gate.permits.num_calls))
         await stopping
+        trimming.cancel()
         in_time = await service.stop(delay_s=delay_s)
         return 0 if in_time and service.is_alive() else 1
     except asyncio.CancelledError:

@@ -128,7 +128,7 @@ class Arrivals:
         time is part of what its connection has received."""
         connection.num_bytes -= num_bytes
         connection.arrivals.discard(arrival)
-        self._count(connection)
+        self._give_back(connection, self._bytes_of(connection))
         if connection.arrivals:
             return
         del self._connections[arrival.peer]
@@ -184,23 +184,31 @@ class Arrivals:
             if counted is not None:
                 counted.num_bytes += num_bytes - counted.received
                 counted.received = num_bytes
-                self._count(counted)
+        self._fit()
 
-    def _count(self, connection: _Connection) -> None:
-        """Takes room for what a connection's late messages hold now, or ends the caller's
-        newest."""
+    def _fit(self) -> None:
+        """Takes room for what late messages hold now, and ends those that have none. A caller's older
+        connections come first, so that their messages arrive whole."""
+        for connection in self._connections.values():
+            self._give_back(connection, 0)
+        for connection in self._connections.values():
+            num_bytes = self._bytes_of(connection)
+            if self._shares.take(connection.holder, num_bytes):
+                connection.num_held = num_bytes
+            else:
+                for arrival in connection.arrivals:
+                    self._refuse(arrival)
+
+    def _give_back(self, connection: _Connection, num_kept: int) -> None:
+        """Gives back what the connection holds above ``num_kept`` bytes."""
+        num_more = max(0, connection.num_held - num_kept)
+        connection.num_held -= num_more
+        self._shares.give_back(connection.holder, num_more)
+
+    def _bytes_of(self, connection: _Connection) -> int:
+        """What the connection's late messages may hold: what it received, at most as many whole ones."""
         most = len(connection.arrivals) * self._max_message_bytes
-        num_bytes = min(most, max(0, connection.num_bytes))
-        more = num_bytes - connection.num_held
-        if more <= 0:
-            self._shares.give_back(connection.holder, -more)
-        elif not self._shares.take(connection.holder, more):
-            # The caller's newest ends, so that the ones before it come whole.
-            own = (other for other in self._connections.values() if other.holder == connection.holder)
-            for arrival in list(own)[-1].arrivals if connection.arrivals else ():
-                self._refuse(arrival)
-            return
-        connection.num_held = num_bytes
+        return min(most, max(0, connection.num_bytes))
 
     def _refuse(self, arrival: _Arrival) -> None:
         if arrival.refused is not None:  # its call ends already

@@ -174,14 +174,14 @@ def test_p17_the_memory_limit_covers_what_is_held(case: str, monkeypatch: pytest
     limits = container_of(rendered(case))["resources"]["limits"]
     held_bytes = settings.arena_bytes + 3 * settings.max_queued_bytes
     held_bytes += settings.max_undelivered_bytes + settings.max_decoded_bytes
-    assert held_bytes + (768 << 20) <= quantity(limits["memory"])
+    assert held_bytes + (1 << 30) <= quantity(limits["memory"])
     gpus = {"nvidia.com/gpu": "1"} if case in GPU_CASES else {}
     assert {name: limit for name, limit in limits.items() if name != "memory"} == gpus
 
 
-@pytest.mark.parametrize("memory", ["5Gi", "2G", "6900Mi", "1000000"])
+@pytest.mark.parametrize("memory", ["5Gi", "2G", "7100Mi", "1000000"])
 def test_p50_a_memory_limit_below_what_the_settings_admit_is_refused(memory: str) -> None:
-    with pytest.raises(RenderingFailed, match=f"limits.memory is {memory}, .* admit 6912Mi"):
+    with pytest.raises(RenderingFailed, match=f"limits.memory is {memory}, .* admit 7168Mi"):
         render({"resources": {"limits": {"memory": memory}}})
     lowered = {
         "VE_MAX_QUEUED_BYTES": "2097152",
@@ -189,7 +189,7 @@ def test_p50_a_memory_limit_below_what_the_settings_admit_is_refused(memory: str
         "VE_ARENA_BYTES": "1048576",
     }
     lowered |= {"VE_MAX_DECODED_BYTES": "67108864", "VE_MAX_UNDELIVERED_BYTES": "67108864"}
-    render({"resources": {"limits": {"memory": "1Gi"}}, "settings": lowered})
+    render({"resources": {"limits": {"memory": "1280Mi"}}, "settings": lowered})
 
 
 def test_p50_decoding_threads_follow_the_pods_cores() -> None:

@@ -169,6 +169,25 @@ async def test_p67_the_newest_connection_of_a_caller_ends_first() -> None:
         reading.cancel()
 
 
+async def test_p67_one_check_ends_all_that_have_no_room() -> None:
+    rig = Rig()
+    peers = [f"ipv4:10.0.0.9:{port}" for port in range(1, 41)]
+    rig.kernel.received.update(dict.fromkeys(peers, 0))
+    calls = [rig.start(peer) for peer in peers]
+    while not all(call.num_reads for call, _ in calls):
+        await rig.kernel.check()
+    await rig.kernel.check()
+    rig.kernel.received.update(dict.fromkeys(peers, 90))
+    await rig.kernel.check()
+    await asyncio.wait([reading for _, reading in calls], timeout=0.001)
+    assert [reading.done() for _, reading in calls] == [False] * 3 + [True] * 37, "300 of 400 bytes"
+    assert rig.arrivals.num_bytes == 3 * 90
+    for _, reading in calls:
+        reading.cancel()
+    await asyncio.gather(*(reading for _, reading in calls), return_exceptions=True)
+    assert rig.arrivals.num_bytes == 0
+
+
 async def test_p67_small_messages_are_received_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "CHECK_S", 10)
     monkeypatch.setattr(module, "LEAST_EXPECTED_BYTES", 1)

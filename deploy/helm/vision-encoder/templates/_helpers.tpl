@@ -152,7 +152,7 @@ switch, or that the pod sets by itself, fails the rendering. */}}
 {{- $gib := "1073741824" }}
 {{- $settings := .Values.settings }}
 {{- $queued := get $settings "VE_MAX_QUEUED_BYTES" | default (mul 2 $gib) | int64 }}
-{{- $needed := add 805306368
+{{- $needed := add $gib
     (get $settings "VE_ARENA_BYTES" | default (mul 2 $gib) | int64)
     (mul 3 $queued)
     (get $settings "VE_MAX_DECODED_BYTES" | default $gib | int64)
