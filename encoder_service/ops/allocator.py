@@ -18,11 +18,24 @@ QUIET_CHECKS = 5
 KEPT_BYTES = 32 << 20
 
 
+_FIELDS = (
+    "arena",
+    "ordblks",
+    "smblks",
+    "hblks",
+    "hblkhd",
+    "usmblks",
+    "fsmblks",
+    "uordblks",
+    "fordblks",
+    "keepcost",
+)
+
+
 class _MallInfo(ctypes.Structure):
     """``struct mallinfo2`` of malloc.h. fordblks: free bytes in all arenas."""
 
-    _before = ["arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks"]
-    _fields_ = [(name, ctypes.c_size_t) for name in (*_before, "fordblks", "keepcost")]
+    _fields_ = tuple((name, ctypes.c_size_t) for name in _FIELDS)
 
 
 async def return_freed_memory(num_calls: Callable[[], int]) -> None:
