@@ -62,7 +62,7 @@ class Served:
         """The status and the message of a call with one room."""
         with pytest.raises(grpc.RpcError) as refused:
             encode(self.channel, items, [room])
-        return f"{refused.value.code().name} {refused.value.details()}"  # type: ignore[attr-defined]
+        return f"{refused.value.code().name} {refused.value.details()}"
 
     def probe(self, name: str, request: Any, answer: Any) -> Any:
         call = self.channel.unary_unary(
@@ -96,13 +96,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Takes the place of /dev/shm; Mooncake's stand-in is there, too."""
     folder = tmp_path_factory.mktemp("shm")
     with pytest.MonkeyPatch.context() as patch, fake_mooncake():
-        patch.setitem(pixel_segments.PixelSegments.__init__.__kwdefaults__, "folder", str(folder))
+        defaults: Any = pixel_segments.PixelSegments.__init__.__kwdefaults__
+        patch.setitem(defaults, "folder", str(folder))
         yield folder
 
 
 @pytest.fixture(scope="module")
 def shared(checkpoints: dict[str, Path], device: torch.device, folder: Path) -> Iterator[Served]:
-    with serving(checkpoints["qwen3_vl"], device, tokenspeed_send_bytes=1 << 20) as served:
+    settings = {
+        "tokenspeed_send_bytes": 1 << 20,
+        "max_undelivered_bytes": 1 << 20,
+        "tokenspeed_receivers": ("192.0.2.0/24",),
+    }
+    with serving(checkpoints["qwen3_vl"], device, **settings) as served:
         yield served
 
 
@@ -140,7 +146,7 @@ def test_what_a_gateway_asks_at_its_start(served: Served, checkpoints: dict[str,
     assert server.server_args["shm_namespace_id"].count("-") == 4
     with pytest.raises(grpc.RpcError) as refused:
         served.probe("GetLoads", scheduler.GetLoadsRequest, scheduler.GetLoadsResponse)
-    assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED  # type: ignore[attr-defined]
+    assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
 @pytest.mark.parametrize("query", ["?engine_rank=1&target_dp_group=0", "", "?engine_rank=x"])
@@ -162,7 +168,7 @@ def test_rows_are_the_towers_in_either_order(
             wait_until(lambda: served.metric("ve_tokenspeed_rooms") == 1)
         served.encode(image(pixels), room)
         if not is_early:
-            rank.want(room)
+            rank.want(room, session="192.0.2.1:5000")  # allowed by a setting
         assert rank.status() == (room, SUCCESS)
         assert_rows(rank.rows, tower, pixels)
     assert served.metric('ve_requests_total{method="tokenspeed/Encode",status="OK"}') >= 1
@@ -244,6 +250,19 @@ def test_p33_a_message_with_a_long_part_ends_its_connection_alone(served: Served
         served.encode(image(random_pixels()), room)
         rank.want(room)
         assert rank.status() == (room, SUCCESS)
+
+
+def test_p46_rows_that_no_rank_requests_refuse_further_items_of_gateways_alone(served: Served) -> None:
+    """60 times 18 KiB of 1 MiB."""
+    rooms = [new_room() for _ in range(61)]
+    with Rank(served.bootstrap) as rank, VisionEncoderClient(served.service.target) as client:
+        encode(served.channel, [image(random_pixels()) for _ in rooms[:60]], rooms[:60])
+        assert "wait to be read, at most 1048576 may" in served.refusal([image(NAN)], rooms[60])
+        client.encode_one(ImageItem(photo()))
+        for room in rooms:
+            rank.want(room)
+        statuses = dict(rank.status() for _ in rooms)
+    assert statuses == dict.fromkeys(rooms, SUCCESS) | {rooms[60]: FAILED}
 
 
 def test_p37_a_stop_waits_for_ranks_and_tells_those_that_are_left(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
+from typing import TypeAlias
 
 import structlog
 
@@ -20,6 +21,8 @@ from encoder_service.rpc.status import as_service_error
 from encoder_service.types import EncodedItem
 
 log = structlog.get_logger(__name__)
+# Is called once rows are written, or with the error.
+Ended: TypeAlias = Callable[[VisionEncoderError | None], None]
 
 # For the rows of one room to be written.
 SEND_S = 30.0
@@ -38,12 +41,7 @@ class RankSender:
         self._limit_s = limit_s
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def send_rows(
-        self,
-        item: EncodedItem,
-        ranks: Sequence[Rank],
-        ended: Callable[[VisionEncoderError | None], None],
-    ) -> None:
+    def send_rows(self, item: EncodedItem, ranks: Sequence[Rank], ended: Ended) -> None:
         """Writes each rank's rows to its memory. Calls ``ended`` within the limit, with the error if there
         is one."""
         self._run(self._send_rows(item, ranks, ended))
@@ -64,12 +62,7 @@ class RankSender:
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=timeout_s)
 
-    async def _send_rows(
-        self,
-        item: EncodedItem,
-        ranks: Sequence[Rank],
-        ended: Callable[[VisionEncoderError | None], None],
-    ) -> None:
+    async def _send_rows(self, item: EncodedItem, ranks: Sequence[Rank], ended: Ended) -> None:
         error: VisionEncoderError | None = None
         try:
             async with asyncio.timeout(self._limit_s):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
+import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -28,7 +29,7 @@ from encoder_service.protocols.tokenspeed import rooms as rooms_module
 from encoder_service.protocols.tokenspeed import sending
 from encoder_service.protocols.tokenspeed.room import ROOM_S, CallItem, Rank, Room, State
 from encoder_service.protocols.tokenspeed.rooms import Rooms
-from encoder_service.protocols.tokenspeed.sending import RankSender
+from encoder_service.protocols.tokenspeed.sending import Ended, RankSender
 from encoder_service.protocols.tokenspeed.wire import FAILED, SUCCESS, RowsRequest
 from encoder_service.protocols.zmq_push import Receivers, Sender
 from encoder_service.rpc.observed import Call
@@ -101,14 +102,14 @@ def test_a_room_has_a_bounded_number_of_ranks_by_session() -> None:
 # -- the table -----------------------------------------------------------------------------------------
 
 
-class FakeSender:
+class FakeSender(RankSender):
     """rows: what is being sent, with the function that ends it."""
 
     def __init__(self) -> None:
         self.statuses: list[tuple[int, bytes]] = []
-        self.rows: list[tuple[Sequence[Rank], Callable[[VisionEncoderError | None], None]]] = []
+        self.rows: list[tuple[Sequence[Rank], Ended]] = []
 
-    def send_rows(self, item: EncodedItem, ranks: Sequence[Rank], ended: Any) -> None:
+    def send_rows(self, item: EncodedItem, ranks: Sequence[Rank], ended: Ended) -> None:
         assert item.rows is ROWS
         self.rows.append((ranks, ended))
 
@@ -118,24 +119,28 @@ class FakeSender:
     def send_failed(self, rank: Rank) -> None:
         self.send_status(rank, FAILED)
 
-    async def finish(self, timeout_s: float) -> None: ...
+    async def finish(self, timeout_s: float) -> None:
+        pass
 
 
 class Rig:
     """Rooms that hold nothing at the end. failures: of items, by reason."""
 
-    def __init__(self, max_unread_bytes: int = 1 << 20, **options: float) -> None:
-        self.sender: Any = FakeSender()
+    def __init__(self, max_unread_bytes: int = 1 << 20, limit_s: float = ROOM_S) -> None:
+        self.sender = FakeSender()
         self.metrics = Metrics()
         self.unread = UnreadBytes(max_unread_bytes)
         receivers = Receivers("tokenspeed_receivers", ["192.0.2.0/24"])
-        self.rooms = Rooms(receivers, self.sender, self.unread, self.metrics, Counter(), **options)
+        self.rooms = Rooms(
+            receivers, self.sender, self.unread, self.metrics, Counter(), time.monotonic, limit_s
+        )
 
-    def encode(self, number: int, result: EncodeResult | None = None) -> EncodeResult:
-        result = result or new_result()
+    def take(self, number: int, host: str = PEER, /, **changed: object) -> None:
+        self.rooms.take(request(number, host, **changed), host)
+
+    def encode(self, number: int) -> None:
         with self.rooms.encoding(number, ITEM) as room:
-            self.rooms.deliver(room, result)
-        return result
+            self.rooms.deliver(room, new_result())
 
     def failures(self, reason: str) -> float:
         return self.metrics.registry.get_sample_value("ve_item_failures_total", {"reason": reason}) or 0.0
@@ -158,7 +163,7 @@ async def test_a_room_ends_when_its_rows_are_written_or_cannot_be(
     with pytest.raises(InvalidRequest, match="already has an item"):
         rig.encode(ROOM)
     rig.rooms.refuse(ROOM, InvalidRequest("another call with this room"))
-    rig.rooms.take(request(ROOM, PEER), PEER)
+    rig.take(ROOM)
     (((sent,), ended),) = rig.sender.rows
     assert sent == rank()
     ended(error)
@@ -168,15 +173,15 @@ async def test_a_room_ends_when_its_rows_are_written_or_cannot_be(
 
 
 async def test_a_failed_encode_is_the_calls_and_its_ranks_get_a_status(rig: Rig) -> None:
-    rig.rooms.take(request(ROOM, PEER), PEER)
+    rig.take(ROOM)
     with pytest.raises(asyncio.CancelledError), rig.rooms.encoding(ROOM, ITEM):
         raise asyncio.CancelledError
-    rig.rooms.take(request(ROOM, PEER), PEER)
+    rig.take(ROOM)
     assert rig.sender.statuses == [(ROOM, FAILED)] * 2, "also a rank that comes later"
     assert not rig.failures("CANCELLED")
     assert rig.is_free()
     rig.encode(ROOM)
-    rig.rooms.take(request(ROOM, PEER), PEER)
+    rig.take(ROOM)
     assert len(rig.sender.rows) == 1, "the gateway has tried again"
 
 
@@ -185,8 +190,8 @@ async def test_rooms_end_whose_other_half_does_not_come() -> None:
     rig = Rig(limit_s=0.05)
     for room in (1, 2):
         rig.encode(room)
-    rig.rooms.take(request(2, PEER, num_ranks=2), PEER)
-    rig.rooms.take(request(3, PEER), PEER)
+    rig.take(2, num_ranks=2)
+    rig.take(3)
     with structlog.testing.capture_logs() as logs:
         await until(rig.is_free)
     assert rig.failures("DEADLINE_EXCEEDED") == 2
@@ -197,7 +202,7 @@ async def test_rooms_end_whose_other_half_does_not_come() -> None:
         "room 2: 1 ranks asked for its rows within 0.05 s",
         "room 3: no item came within 0.05 s",
     ]
-    rig.rooms.take(request(1, PEER), PEER)
+    rig.take(1)
     assert rig.sender.statuses[-1] == (1, FAILED)
 
 
@@ -207,7 +212,7 @@ async def test_p46_no_item_is_encoded_while_too_many_rows_wait_for_their_ranks()
     with pytest.raises(QueueFull, match="96 bytes of rows wait to be read, at most 96 may"):
         rig.encode(2)
     for room in (1, 2):
-        rig.rooms.take(request(room, PEER), PEER)
+        rig.take(room)
     assert rig.sender.statuses == [(2, FAILED)]
     rig.sender.rows[0][1](None)
     rig.encode(3)
@@ -217,11 +222,11 @@ async def test_p46_no_item_is_encoded_while_too_many_rows_wait_for_their_ranks()
 async def test_p37_a_stop_fails_the_rooms_that_are_left(rig: Rig) -> None:
     for room in (1, 2):
         rig.encode(room)
-        rig.rooms.take(request(room, PEER, num_ranks=room), PEER)
-    rig.rooms.take(request(3, PEER), PEER)
+        rig.take(room, num_ranks=room)
+    rig.take(3)
     result = new_result()
     with rig.rooms.encoding(4, ITEM) as encoded:
-        rig.rooms.take(request(4, PEER), PEER)
+        rig.take(4)
         await rig.rooms.drain(0.0)
         rig.rooms.deliver(encoded, result)
     assert sorted(rig.sender.statuses) == [(2, FAILED), (3, FAILED), (4, FAILED)]
@@ -241,7 +246,7 @@ async def test_ranks_of_an_item_that_gets_no_room_are_told(monkeypatch: pytest.M
     monkeypatch.setattr(rooms_module, "MAX_ROOMS", 0)
     with pytest.raises(TooManyCalls, match="0 rooms are open, at most 0 may be"):
         rig.encode(ROOM)
-    rig.rooms.take(request(ROOM, PEER), PEER)
+    rig.take(ROOM)
     assert rig.sender.statuses == [(ROOM, FAILED)]
 
 
@@ -251,19 +256,21 @@ async def test_p46_ranks_that_wait_for_items_have_a_share_for_each_host(
     monkeypatch.setattr(rooms_module, "MAX_EARLY", 5)
     monkeypatch.setattr(rooms_module, "MAX_EARLY_OF_HOST", 3)
     for room in (1, 2, 3, 3, 4, 1):  # some ask twice
-        rig.rooms.take(request(room, PEER), PEER)
+        rig.take(room)
     for room in (5, 6, 7):
-        rig.rooms.take(request(room, OTHER), OTHER)
+        rig.take(room, OTHER)
     assert rig.sender.statuses == [(4, FAILED), (7, FAILED)]
     assert rig.rooms.refused == {"TOO_MANY_CALLS": 2}
     rig.rooms.refuse(2, TooManyCalls("none"))
-    rig.rooms.take(request(8, PEER), PEER)
+    rig.take(8)
     assert len(rig.rooms) == 5
-    for room in (1, 3, 5, 6, 8):
+    rig.encode(1)
+    rig.sender.rows[0][1](None)
+    for room in (3, 5, 6, 8):
         rig.rooms.refuse(room, TooManyCalls("none"))
     assert rig.is_free()
     for room in (11, 12, 13):
-        rig.rooms.take(request(room, PEER), PEER)
+        rig.take(room)
     assert rig.rooms.refused == {"TOO_MANY_CALLS": 2}, "the share is free again"
     await rig.rooms.drain(0.0)
 
@@ -280,10 +287,10 @@ async def test_p46_ranks_that_wait_for_items_have_a_share_for_each_host(
 )
 async def test_p46_rows_do_not_go_to_a_host_that_a_message_names(rig: Rig, changed: dict[str, Any]) -> None:
     rig.encode(ROOM)
-    rig.rooms.take(request(ROOM, PEER, **changed), PEER)
+    rig.take(ROOM, **changed)
     assert rig.rooms.refused.total() == 1
     assert not rig.sender.rows
-    rig.rooms.take(request(ROOM, PEER, session="192.0.2.1:5000"), PEER)
+    rig.take(ROOM, session="192.0.2.1:5000")
     (((sent,), _),) = rig.sender.rows
     assert sent.session == "192.0.2.1:5000", "a network of the list may receive"
 

@@ -170,7 +170,7 @@ def test_p46_a_shape_of_many_dimensions_is_not_copied() -> None:
 
 
 @pytest.mark.parametrize("modality", [common.AUDIO, common.VIDEO])
-def test_modalities_that_the_tower_lacks_are_refused(modality: common.Modality) -> None:
+def test_modalities_that_the_tower_lacks_are_refused(modality: common.Modality.ValueType) -> None:
     with pytest.raises(UnsupportedContent, match=f"modality {modality} is not taken"):
         wire.modality_of(scheduler.MultimodalItem(modality=modality), [Modality.IMAGE])
 
@@ -197,7 +197,7 @@ def test_pixels_of_an_item() -> None:
     assert torch.equal(item.content.pixel_values, PIXELS)
     message.encoder_input.shm.CopyFrom(common.ShmHandle(name="/smg-1", offset=32, nbytes=PIXELS.nbytes))
     segment = wire.segment_item(message, Modality.IMAGE, GRID).pixels.shm
-    assert (segment.name, segment.offset_bytes, segment.shape) == ("smg-1", 32, [96, 16])
+    assert (segment.name, segment.offset_bytes, *segment.shape) == ("smg-1", 32, 96, 16)
     message.encoder_input.shm.nbytes -= 1
     with pytest.raises(PixelTensorMismatch, match=f"has {PIXELS.nbytes - 1} bytes"):
         wire.segment_item(message, Modality.IMAGE, GRID)
