@@ -73,6 +73,28 @@ def encode(
     return answer
 
 
+def request(room: int, host: str = "127.0.0.1", /, **changed: object) -> list[bytes]:
+    """What a rank of ``host`` sends to get all of four rows of 2 elements, with deepstack."""
+    fields: dict[str, object] = {
+        "room": room,
+        "host": host,
+        "port": 41234,
+        "session": f"{host}:15499",
+        "main": b"address.",
+        "deepstack": b"address.",
+        "num_rows": 4,
+        "width": 2,
+        "dtype": "float32",
+        "has_deepstack": 1,
+        "num_ranks": 1,
+        "row_start": 0,
+        "span": 4,
+    }
+    assert changed.keys() <= fields.keys()
+    values = (fields | changed).values()
+    return [value if isinstance(value, bytes) else str(value).encode() for value in values]
+
+
 class Rank:
     """A prefill rank: memory for rows, and TokenSpeed's messages. bootstrap: the URL of the encoder's."""
 
@@ -101,26 +123,19 @@ class Rank:
         self._control.send_multipart(list(parts))
 
     def parts(self, room: int, /, **changed: object) -> list[bytes]:
+        """A request for all rows."""
         fields: dict[str, object] = {
-            "room": room,
-            "endpoint": "127.0.0.1",
             "port": self.port,
             "session": self.session,
             "main": self.main.data_ptr().to_bytes(8, "little"),
             "deepstack": self.deepstack.data_ptr().to_bytes(8, "little"),
             "num_rows": len(self.main),
-            "hidden": self.main.shape[1],
+            "width": self.main.shape[1],
             "dtype": str(self.main.dtype),
             "has_deepstack": int(self.deepstack.shape[1] > 0),
-            "need": 1,
-            "row_start": 0,
             "span": len(self.main),
         }
-        assert changed.keys() <= fields.keys()
-        return [
-            value if isinstance(value, bytes) else str(value).encode()
-            for value in (fields | changed).values()
-        ]
+        return request(room, **fields | changed)
 
     def want(self, room: int, /, **changed: object) -> None:
         self.send(self.parts(room, **changed))

@@ -1,14 +1,14 @@
 """Rows by Mooncake: a buffer that rows are copied to, and writes from it into memory that receivers name.
 
 Over RDMA the buffer is registered with Mooncake's engine. Every process that reaches it can read what is
-registered, so it is this buffer and never the arena. Over TCP a sender's memory needs no registration, and
-nothing is registered.
+registered, so the buffer is registered and never the arena. Over TCP a sender's memory needs no registration,
+and nothing is registered.
 
 An engine's first write to a peer waits up to a minute for its answer, and all other writes of the engine wait
 with it. Over TCP each receiving host therefore has an engine of its own.
 
-A write that failed may go on reading for a while: its part of the buffer is used again after QUARANTINE_S.
-Used from one event loop; copies and writes run on threads of its own.
+A write that failed may go on reading for a while: its part of the buffer is reused after QUARANTINE_S. Used
+from one event loop; copies and writes run on threads of their own.
 
 Shape legend: R rows (visual tokens), D the language model's width, L deepstack levels.
 """
@@ -19,11 +19,10 @@ import asyncio
 import contextlib
 import json
 import os
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 from weakref import WeakValueDictionary
 
 import structlog
@@ -36,38 +35,33 @@ from encoder_service.store.allocator import RangeAllocator
 log = structlog.get_logger(__name__)
 
 LOOPBACK = "127.0.0.1"
-# Metadata is exchanged between the two engines, without a server.
+# The two engines exchange their metadata themselves, without a server.
 METADATA = "P2PHANDSHAKE"
-# Read by Mooncake at its start: seconds for a write, and for a peer of a write that stands still.
+# Mooncake reads these at its start: seconds for a write, and for a write whose peer makes no progress.
 LIMITS = {"MC_TRANSFER_TIMEOUT": "10", "MC_TCP_PROGRESS_TIMEOUT_SEC": "5", "MC_TCP_STATUS_TIMEOUT_SEC": "5"}
 QUARANTINE_S = 30.0
-# Writes at a time, in all and to one host; each blocks a thread.
+# Concurrent writes, in total and to one host. Each blocks a thread.
 MAX_WRITES, MAX_WRITES_TO_HOST = 256, 8
-# Over TCP; an engine takes 2 threads and 5 file descriptors.
+# Over TCP. An engine takes 2 threads and 5 file descriptors.
 MAX_ENGINES = 64
 # Sessions that have answered.
 MAX_KNOWN = 4096
-# Over RDMA, for a peer's port to take a connection.
+# Over RDMA: for a peer's port to take a connection.
 PROBE_S = 2.0
-# One host's rows take at most this share of the buffer, so that a host that stands still leaves room.
+# The rows of one host take at most this part of the buffer, so that a host that does not answer leaves room.
 HOST_SHARE = 0.5
 
 
-@dataclass
-class StagedRows:
-    """One item's rows in the buffer. main [R, D], deepstack [R, L * D]: views of it. work: what uses it.
-    A write returns 0 if all bytes arrived."""
-
-    main: torch.Tensor
-    deepstack: torch.Tensor
-    work: list[Future[int]] = field(default_factory=list)
+# mooncake.engine.TransferEngine, which has no type hints. Its methods return 0 for success.
+Engine: TypeAlias = Any
 
 
-class Mooncake:
-    """Engines and their buffer. Raises ConfigurationError where either is not possible."""
+class Engines:
+    """Mooncake's engines by the host that they write to. Over TCP a host's first write starts one, up to
+    MAX_ENGINES. Over RDMA there is one, because the buffer is registered with it."""
 
-    def __init__(self, settings: Settings, device: torch.device) -> None:
-        """device: of the tower. Over RDMA the buffer is in its memory if Mooncake can register that."""
+    def __init__(self, settings: Settings) -> None:
+        """Starts the first engine. Raises ConfigurationError."""
         os.environ.update({name: value for name, value in LIMITS.items() if name not in os.environ})
         try:
             from mooncake.engine import TransferEngine
@@ -76,38 +70,107 @@ class Mooncake:
                 f"serve_tokenspeed needs Mooncake, which does not load: {error}; "
                 "pip install 'vision-encoder[tokenspeed]', and the system's libibverbs1"
             ) from None
-        self._new_engine: Callable[[], Any] = TransferEngine
-        self._rdma = settings.tokenspeed_rdma
-        # Peers of a TCP write never call back.
-        self._host = settings.serve_tokenspeed.rpartition(":")[0] if self._rdma else LOOPBACK
-        engine = self._start_engine()
+        self._new_engine: Callable[[], Engine] = TransferEngine
+        self._devices = settings.tokenspeed_rdma
+        self._max_engines = 1 if self._devices else MAX_ENGINES
+        # Peers of a TCP write never connect back.
+        self._host = settings.serve_tokenspeed.rpartition(":")[0] if self._devices else LOOPBACK
+        engine = self._start()
         # Without a device Mooncake uses TCP, and what is registered is then open to all.
-        if self._rdma and not any(map(any, json.loads(engine.get_local_topology()).values())):
-            raise ConfigurationError(f"tokenspeed_rdma is {self._rdma!r}, and Mooncake finds no such device")
-        # By the host that it writes to, the last used at the end. The registered engine stays the only one.
-        self._engines = {LOOPBACK: engine}
-        self._max_engines = 1 if self._rdma else MAX_ENGINES
-        if device.type == "cuda":  # pinned memory is made by this thread's current device
-            torch.cuda.set_device(device)
+        if self._devices and not any(map(any, json.loads(engine.get_local_topology()).values())):
+            raise ConfigurationError(
+                f"tokenspeed_rdma is {self._devices!r}, and Mooncake finds no such device"
+            )
+        # The most recently used at the end.
+        self._by_host = {LOOPBACK: engine}
+
+    def register(self, memory: torch.Tensor) -> bool:
+        """Registers memory with the engine, and returns whether that was possible. Only over RDMA."""
+        (engine,) = self._by_host.values()
+        return bool(engine.register_memory(memory.data_ptr(), memory.nbytes) == 0)
+
+    def of_host(self, host: str) -> Engine:
+        """Raises TransportUnavailable."""
+        engine = self._by_host.pop(host, None)
+        if engine is None and len(self._by_host) < self._max_engines:
+            try:
+                engine = self._start()
+            except ConfigurationError as error:
+                raise TransportUnavailable(error.message) from None
+        elif engine is None:
+            # The least recently used one is reused: ending an engine stops the interpreter for a second.
+            engine = self._by_host.pop(next(iter(self._by_host)))
+        self._by_host[host] = engine
+        return engine
+
+    def _start(self) -> Engine:
+        """Raises ConfigurationError."""
+        engine = self._new_engine()
+        protocol, devices = "rdma" if self._devices else "tcp", self._devices.replace("auto", "")
+        if engine.initialize(self._host, METADATA, protocol, devices):
+            raise ConfigurationError(f"Mooncake does not start on {self._host}")
+        return engine
+
+
+class HostShare:
+    """What one receiving host may use: a part of the buffer, and concurrent writes. Both are granted in the
+    order of the requests. num_bytes: what its rows take of the buffer."""
+
+    def __init__(self, max_bytes: float) -> None:
+        self.num_bytes = 0
+        # Held by the rows that are next to get a part of the buffer.
+        self.rows_lock = asyncio.Lock()
+        self._max_bytes = max_bytes
+        # By whether the session of the write has answered before. One that never has may not answer at all:
+        # further writes wait for the slot, where they can be cancelled, and not in Mooncake.
+        self._write_slots = {True: asyncio.Semaphore(MAX_WRITES_TO_HOST), False: asyncio.Semaphore(1)}
+
+    def has_room(self, num_bytes: int) -> bool:
+        """Rows above the whole share have room where they are the only ones."""
+        return not self.num_bytes or self.num_bytes + num_bytes <= self._max_bytes
+
+    async def acquire_write(self, has_answered: bool) -> None:
+        """Waits for a slot. has_answered: whether the session has, for ``release_write`` too."""
+        await self._write_slots[has_answered].acquire()
+
+    def release_write(self, has_answered: bool) -> None:
+        self._write_slots[has_answered].release()
+
+
+@dataclass
+class StagedRows:
+    """One item's rows in the buffer. main [R, D], deepstack [R, L * D]: views of it. work: copies and writes
+    that use them; a write returns 0 if all bytes arrived."""
+
+    main: torch.Tensor
+    deepstack: torch.Tensor
+    work: list[Future[int]] = field(default_factory=list)
+
+
+class Mooncake:
+    """The send buffer and the writes from it. held_bytes: what rows take of the buffer. Raises
+    ConfigurationError where the buffer or an engine is not possible."""
+
+    def __init__(self, settings: Settings, device: torch.device) -> None:
+        """device: of the tower. Over RDMA the buffer is in its memory if Mooncake can register that."""
+        self._engines = Engines(settings)
+        self._is_rdma = bool(settings.tokenspeed_rdma)
         self._ranges = RangeAllocator(settings.tokenspeed_send_bytes)
         self.size_bytes = self._ranges.size_bytes
-        self._buffer = self._registered(engine, device) if self._rdma else self._host_memory(device)
+        self.held_bytes = 0
         self._stream = None
         if device.type == "cuda":
+            torch.cuda.set_device(device)  # pinned memory is made by this thread's current device
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._buffer = self._registered(device) if self._is_rdma else self._host_memory(device)
         self._threads = ThreadPoolExecutor(MAX_WRITES, "mooncake")
         # Sessions that have answered, the oldest first.
         self._known: dict[str, None] = {}
-        # By host: bytes that its rows take, who waits to take some, places for writes.
-        self._held: Counter[str] = Counter()
-        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        self._places: WeakValueDictionary[tuple[str, bool], asyncio.Semaphore] = WeakValueDictionary()
-        self._turn = asyncio.Lock()
+        # A share lasts as long as rows or writes of its host.
+        self._hosts: WeakValueDictionary[str, HostShare] = WeakValueDictionary()
+        # Held by the host that is next to get a part of the buffer.
+        self._buffer_lock = asyncio.Lock()
         self._freed = asyncio.Event()
-
-    @property
-    def held_bytes(self) -> int:
-        return self._held.total()
 
     def close(self) -> None:
         """Writes in progress end by their own limit."""
@@ -117,12 +180,13 @@ class Mooncake:
     async def staged(
         self, rows: torch.Tensor, width: int, dtype: torch.dtype, host: str
     ) -> AsyncIterator[StagedRows]:
-        """Rows [R, D * (1 + L)] in the buffer, in another dtype if wanted. rows: complete, as the pipeline
-        delivers them. width: D. host: that they go to. Waits for room. Raises TransportUnavailable for rows
+        """Rows [R, D * (1 + L)] in the buffer, converted to ``dtype``. rows: complete, as the pipeline
+        delivers them. width: D. host: the receiver's. Waits for room. Raises TransportUnavailable for rows
         that exceed the buffer."""
         num_rows, num_columns = rows.shape
         num_bytes = rows.numel() * dtype.itemsize
-        offset = await self._reserve(host, num_bytes)
+        share = self._share_of(host)
+        offset = await self._reserve(share, num_bytes)
         memory = self._buffer[offset : offset + num_bytes].view(dtype)
         staged = StagedRows(
             memory[: num_rows * width].view(num_rows, width),
@@ -134,7 +198,7 @@ class Mooncake:
             await asyncio.wrap_future(copying)
             yield staged
         finally:
-            self._free_after(staged.work, lambda: self._free(host, offset, num_bytes))
+            self._free_after(staged.work, lambda: self._free(share, offset, num_bytes))
 
     async def write(
         self,
@@ -146,19 +210,17 @@ class Mooncake:
         """Writes contiguous parts of the staged rows to addresses of the receiver's. session: its engine's
         host:port. Raises TransportUnavailable."""
         host, loop = session.rpartition(":")[0], asyncio.get_running_loop()
-        # A peer that has never answered may not answer at all: its host's writes wait here, not in Mooncake.
-        is_known = session in self._known
-        limit = asyncio.Semaphore(MAX_WRITES_TO_HOST if is_known else 1)
-        places = self._places.setdefault((host, is_known), limit)
-        await places.acquire()
+        share, has_answered = self._share_of(host), session in self._known
+        await share.acquire_write(has_answered)
         try:
-            if self._rdma:
+            if self._is_rdma:
                 await probe(session)
-            engine = self._engine_of(host)
+            engine = self._engines.of_host(host)
         except BaseException:
-            places.release()
+            share.release_write(has_answered)
             raise
-        writing: Future[int] = self._threads.submit(
+        num_bytes = sum(source.nbytes for source in sources)
+        writing = self._threads.submit(
             engine.batch_transfer_sync_write,
             session,
             [source.data_ptr() for source in sources],
@@ -167,81 +229,59 @@ class Mooncake:
         )
         staged.work.append(writing)
         # A caller that leaves does not end the write.
-        writing.add_done_callback(on_loop(loop, places.release))
+        writing.add_done_callback(on_loop(loop, lambda: share.release_write(has_answered)))
         if status := await asyncio.wrap_future(writing):
             raise TransportUnavailable(
-                f"Mooncake could not write {sum(source.nbytes for source in sources)} bytes to {session}: "
-                f"status {status}",
-                session=session,
+                f"Mooncake could not write {num_bytes} bytes to {session}: status {status}", session=session
             )
         self._known[session] = None
         if len(self._known) > MAX_KNOWN:
             del self._known[next(iter(self._known))]
 
-    # -- engines ---------------------------------------------------------------------------------------
-
-    def _start_engine(self) -> Any:
-        """Raises ConfigurationError."""
-        engine = self._new_engine()
-        protocol, devices = "rdma" if self._rdma else "tcp", self._rdma.replace("auto", "")
-        if engine.initialize(self._host, METADATA, protocol, devices):
-            raise ConfigurationError(f"Mooncake does not start on {self._host}")
-        return engine
-
-    def _engine_of(self, host: str) -> Any:
-        """Raises TransportUnavailable."""
-        engine = self._engines.pop(host, None)
-        if engine is None and len(self._engines) < self._max_engines:
-            try:
-                engine = self._start_engine()
-            except ConfigurationError as error:
-                raise TransportUnavailable(error.message) from None
-        elif engine is None:
-            # Used again: the end of an engine stops the interpreter for a second.
-            engine = self._engines.pop(next(iter(self._engines)))
-        self._engines[host] = engine
-        return engine
-
     # -- the buffer ------------------------------------------------------------------------------------
 
-    async def _reserve(self, host: str, num_bytes: int) -> int:
-        """An offset; freed by ``_free``. Hosts take turns, and so do the rows for one host."""
+    def _share_of(self, host: str) -> HostShare:
+        return self._hosts.setdefault(host, HostShare(HOST_SHARE * self.size_bytes))
+
+    async def _reserve(self, share: HostShare, num_bytes: int) -> int:
+        """Returns an offset, for ``_free``. Hosts take turns. Raises TransportUnavailable."""
         if num_bytes > self.size_bytes:
             raise TransportUnavailable(
                 f"the rows have {num_bytes} bytes, tokenspeed_send_bytes is {self.size_bytes}",
                 found_bytes=num_bytes,
                 max_bytes=self.size_bytes,
             )
-        async with self._turns.setdefault(host, asyncio.Lock()):
-            while self._held[host] and self._held[host] + num_bytes > HOST_SHARE * self.size_bytes:
+        async with share.rows_lock:
+            while not share.has_room(num_bytes):
                 await self._freed.wait()
-            async with self._turn:
+            async with self._buffer_lock:
                 while (offset := self._ranges.allocate(num_bytes)) is None:
                     await self._freed.wait()
-            self._held[host] += num_bytes
+            share.num_bytes += num_bytes
+            self.held_bytes += num_bytes
         return offset
 
     def _free_after(self, work: Sequence[Future[int]], free: Callable[[], None]) -> None:
-        """Frees once nothing uses the memory."""
+        """Frees once nothing uses the memory, after QUARANTINE_S where some work failed."""
         loop = asyncio.get_running_loop()
-        pending = [one for one in work if not one.done()]
-        if pending:
-            pending[0].add_done_callback(on_loop(loop, lambda: self._free_after(work, free)))
-        elif all(one.cancelled() or (one.exception() is None and not one.result()) for one in work):
+        pending = next((future for future in work if not future.done()), None)
+        if pending is not None:
+            pending.add_done_callback(on_loop(loop, lambda: self._free_after(work, free)))
+        elif all(has_succeeded(future) for future in work):
             free()
         else:
             loop.call_later(QUARANTINE_S, free)
 
-    def _free(self, host: str, offset: int, num_bytes: int) -> None:
+    def _free(self, share: HostShare, offset: int, num_bytes: int) -> None:
         self._ranges.free(offset)
-        self._held[host] -= num_bytes
-        if not self._held[host]:
-            del self._held[host]
+        share.num_bytes -= num_bytes
+        self.held_bytes -= num_bytes
+        # Wakes all that wait now. Those that come later wait for the next range.
         self._freed.set()
-        self._freed = asyncio.Event()
+        self._freed.clear()
 
     def _copy(self, rows: torch.Tensor, staged: StagedRows) -> int:
-        """Returns once the rows are in the buffer."""
+        """Returns 0 once the rows are in the buffer."""
         width = staged.main.shape[1]
         with torch.cuda.stream(self._stream) if self._stream is not None else contextlib.nullcontext():
             staged.main.copy_(rows[:, :width], non_blocking=True)
@@ -253,20 +293,20 @@ class Mooncake:
     def _host_memory(self, device: torch.device) -> torch.Tensor:
         return torch.empty(self.size_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
 
-    def _registered(self, engine: Any, device: torch.device) -> torch.Tensor:
+    def _registered(self, device: torch.device) -> torch.Tensor:
         if device.type == "cuda":
             memory = torch.empty(self.size_bytes, dtype=torch.uint8, device=device)
-            if engine.register_memory(memory.data_ptr(), memory.nbytes) == 0:
+            if self._engines.register(memory):
                 return memory
             log.warning("Mooncake cannot register device memory: rows pass through host memory")
         memory = self._host_memory(device)
-        if engine.register_memory(memory.data_ptr(), memory.nbytes):
+        if not self._engines.register(memory):
             raise ConfigurationError(f"Mooncake cannot register {memory.nbytes} bytes of host memory")
         return memory
 
 
 async def probe(session: str) -> None:
-    """Whether the host answers. Raises TransportUnavailable."""
+    """Returns if the session's port takes a connection. Raises TransportUnavailable."""
     host, _, port = session.rpartition(":")
     try:
         async with asyncio.timeout(PROBE_S):
@@ -275,6 +315,11 @@ async def probe(session: str) -> None:
         why = str(error) or f"no answer within {PROBE_S} s"
         raise TransportUnavailable(f"Mooncake's engine at {session} does not answer: {why}") from None
     writer.close()
+
+
+def has_succeeded(work: Future[int]) -> bool:
+    """Whether finished work no longer uses its memory: it never started, or it returned 0."""
+    return work.cancelled() or (work.exception() is None and not work.result())
 
 
 def on_loop(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> Callable[[Future[int]], None]:
