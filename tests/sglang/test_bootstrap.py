@@ -53,7 +53,7 @@ def test_an_encoder_that_cannot_be_reached_is_evicted(
 ) -> None:
     """By SGLang's probes, between two registrations: the service looks at the server more often than SGLang
     probes."""
-    monkeypatch.setattr("encoder_service.protocols.sglang.server.WATCH_EVERY_S", 0.05)
+    monkeypatch.setattr("encoder_service.protocols.sglang.registration.CHECK_EVERY_S", 0.05)
     url = f"http://127.0.0.1:{free_port()}"
     with registered(checkpoints["qwen3_vl"], "127.0.0.1:0", url, PATIENCE_S) as (_, bootstrap, listed):
         wait_until(lambda: bootstrap._evicted_urls, "the eviction")
@@ -64,7 +64,7 @@ def test_an_encoder_that_was_dropped_for_good_is_listed_again(
     checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the repeated registration: SGLang probes it no more."""
-    monkeypatch.setattr("encoder_service.protocols.sglang.server.WATCH_EVERY_S", 0.05)
+    monkeypatch.setattr("encoder_service.protocols.sglang.registration.CHECK_EVERY_S", 0.05)
     address = f"127.0.0.1:{free_port()}"
     url = f"http://{address}"
     with registered(checkpoints["qwen3_vl"], address, url, 0.5) as (service, bootstrap, listed):
@@ -73,7 +73,7 @@ def test_an_encoder_that_was_dropped_for_good_is_listed_again(
         wait_until(lambda: not bootstrap._evicted_urls, "the end of the probes")
         assert listed == []
         service.service._not_ready = None
-        monkeypatch.setattr("encoder_service.protocols.sglang.server.REGISTER_AGAIN_S", 0.0)
+        monkeypatch.setattr("encoder_service.protocols.sglang.registration.REGISTER_AGAIN_S", 0.0)
         wait_until(lambda: listed == [url], "the registration after the drop")
 
 
