@@ -12,9 +12,7 @@ import http.client
 import http.server
 import io
 import json
-import os
 import re
-import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -32,9 +30,9 @@ from encoder_service.ops.metrics import Metrics
 from encoder_service.protocols.base import Backend
 from encoder_service.protocols.sglang.server import SglangServer
 from encoder_service.protocols.zmq_push import Sender
-from lm_adapter import CacheTier, ClipItem, EncodedRows, EncoderError, ImageItem, VisionEncoderClient
+from lm_adapter import CacheTier, ClipItem, EncodedRows, ImageItem, VisionEncoderClient
 from tests.engines.pictures import clip, data_url
-from tests.integration.conftest import RunningService, running, tokens_file
+from tests.integration.conftest import RunningService, running
 from tests.integration.held import wait_until_free
 from tests.integration.images import photo
 from tests.sglang.frames import message_of
@@ -166,38 +164,38 @@ def with_hash(url: str, content: bytes) -> dict[str, str]:
     return {"url": url, "content_hash": f"sha256:{hashlib.sha256(content).hexdigest()}"}
 
 
+def encoded(served: Served, images: list[bytes], namespace: str) -> list[EncodedRows]:
+    """By gRPC."""
+    with VisionEncoderClient(served.service.target, namespace=namespace) as client:
+        outcomes = client.encode([ImageItem(image) for image in images])
+    return [outcome for outcome in outcomes if isinstance(outcome, EncodedRows)]
+
+
 # -- rows ----------------------------------------------------------------------------------------------
 
 
 def test_rows_are_those_of_the_service(served: Served, receiver: Receiver) -> None:
+    """Also of an image that comes twice. It is encoded once."""
     images = [photo(96, 64), photo(64, 160)]
-    items = [data_url(images[0]), {"url": data_url(images[1]), "detail": "low"}]
+    items = [data_url(images[0]), {"url": data_url(images[1]), "detail": "low"}, data_url(images[0])]
+    num_encoded = served.metric("ve_encoded_items_total")
     answer = served.encode(items, receiver.port, num_parts=4, part_idx=2)
     assert (answer.status_code, answer.json()) == (200, None)
     fields, rows = receiver.message()
-    with VisionEncoderClient(served.service.target) as client:
-        outcomes = client.encode([ImageItem(image) for image in images])
-    expected = [outcome for outcome in outcomes if isinstance(outcome, EncodedRows)]
-    # A namespace of its own: another does not see what SGLang's requests have encoded.
-    assert [item.tier for item in expected] == [CacheTier.MISS, CacheTier.MISS]
+    assert served.metric("ve_encoded_items_total") == num_encoded + 2
+    images.append(images[0])
+    own, other = (encoded(served, images, namespace) for namespace in ("sglang", "default"))
+    assert torch.equal(rows, torch.cat([item.torch() for item in own]))
+    assert fields["grid_dim"] == [list(item.grid_thw) for item in own]
+    # Callers of another namespace do not see what SGLang's requests have encoded.
+    assert CacheTier.MISS not in {item.tier for item in own}
+    assert [item.tier for item in other[:2]] == [CacheTier.MISS] * 2
     # Rows' last bits depend on the batch that they were encoded in.
-    torch.testing.assert_close(rows, torch.cat([item.torch() for item in expected]), rtol=1e-4, atol=1e-5)
-    assert fields["grid_dim"] == [list(item.grid_thw) for item in expected]
+    torch.testing.assert_close(rows, torch.cat([item.torch() for item in other]), rtol=1e-4, atol=1e-5)
     assert (fields["req_id"], fields["num_parts"], fields["part_idx"]) == ("request_local_part_0", 4, 2)
     assert fields["video_timestamps"] is None
     assert served.metric('ve_deliveries_total{transport="zmq"}') >= 2
     assert served.metric('ve_requests_total{method="sglang/encode",status="OK"}') >= 1
-
-
-def test_p15_equal_images_are_encoded_once(served: Served, receiver: Receiver) -> None:
-    before = served.metric("ve_encoded_items_total")
-    image = data_url(photo())
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda _: served.encode([image, image], receiver.port), range(4)))
-    assert served.metric("ve_encoded_items_total") == before + 1
-    rows = [receiver.message()[1] for _ in range(4)]
-    assert all(torch.equal(rows[0], other) for other in rows[1:])
-    assert torch.equal(*rows[0].chunk(2))
 
 
 def test_clips_come_with_the_times_of_their_steps(served: Served, receiver: Receiver) -> None:
@@ -252,40 +250,31 @@ def test_p48_a_stated_hash_is_verified_before_anything_is_stored_under_it(
 def test_urls_follow_the_services_address_rules(
     checkpoints: dict[str, Path], device: torch.device, receiver: Receiver, served: Served
 ) -> None:
-    """And an item's limit of bytes, which is another for clips."""
+    """And the limit of the item's kind."""
     assert "no URLs" in message(served.encode(["https://example.invalid/a.png"], receiver.port), 400)
-    image, movie = photo(), clip(11, num_frames=8, fps=4)
-    files = {"/image": image, "/movie": movie, "/large": bytes(len(movie) + 1), "/broken": movie[:999]}
-    with Files(files) as web:
+    image = photo()
+    with Files({"/image": image, "/large": bytes(len(image) + 1)}) as web:
         settings = {
             "url_allow": (web.base,),
             "url_networks": ("127.0.0.0/8",),
-            "max_clip_bytes": len(movie),
             "max_encoded_bytes": len(image),
+            "max_clip_bytes": 1024,
         }
         with serving(checkpoints["qwen3_vl"], device, **settings) as fetching:
-            for modality, content in (("IMAGE", image), ("VIDEO", movie)):
-                path = "/image" if modality == "IMAGE" else "/movie"
-                hashed = with_hash(web.base + path, content)
-                kind = "image/png" if modality == "IMAGE" else "video/mp4"
-                web.kind = kind
-                for item in (web.base + path, hashed, hashed, data_url(content, kind)):
-                    answer = fetching.encode([item], receiver.port, modality=modality)
-                    assert answer.status_code == 200, answer.text
-                messages = [receiver.message() for _ in range(4)]
-                assert all(torch.equal(messages[0][1], rows) for _, rows in messages[1:])
-                assert all(fields == messages[0][0] for fields, _ in messages[1:])
-                assert web.asked == [path] * 2  # not for rows that are held under its hash
-                web.asked.clear()
-            for url, modality, text in (
+            url = f"{web.base}/image"
+            for item in (url, with_hash(url, image), with_hash(url, image), data_url(image)):
+                assert fetching.encode([item], receiver.port).status_code == 200
+            rows = [receiver.message()[1] for _ in range(4)]
+            assert all(torch.equal(rows[0], other) for other in rows[1:])
+            assert web.requested == ["/image"] * 2  # not for rows that are held under its hash
+            for path, modality, text in (
                 ("http://169.254.169.254/latest", "IMAGE", "not among those"),
                 (f"{web.base}/none", "IMAGE", "404"),
-                (f"{web.base}/movie", "IMAGE", f"{len(movie)} bytes, the limit is {len(image)}"),
-                (f"{web.base}/large", "VIDEO", f"{len(movie) + 1} bytes, the limit is {len(movie)}"),
-                (f"{web.base}/broken", "VIDEO", "the MP4 file is truncated"),
+                (f"{web.base}/large", "IMAGE", f"{len(image) + 1} bytes, the limit is {len(image)}"),
+                (f"{web.base}/image", "VIDEO", f"{len(image)} bytes, the limit is 1024"),
             ):
-                assert text in message(fetching.encode([url], receiver.port, modality=modality), 400)
-            other = with_hash(f"{web.base}/image", movie)
+                assert text in message(fetching.encode([path], receiver.port, modality=modality), 400)
+            other = with_hash(url, b"other content")
             assert other["content_hash"] in message(fetching.encode([other], receiver.port), 400)
     assert receiver.is_empty()
 
@@ -334,26 +323,22 @@ def test_a_dead_receiver_costs_its_own_request(served: Served, receiver: Receive
 
 
 def test_a_caller_that_hangs_up_ends_its_encode(served: Served) -> None:
-    """While its content waits for a worker: all are kept busy until the caller has left."""
-    pipeline, release = served.service.service.pipeline, threading.Event()
-    assert pipeline is not None
-    busy = [pipeline.workers.executor.submit(release.wait) for _ in range(2 * (os.cpu_count() or 1))]
-    try:
-        url = served.http.base_url
-        body = {"req_id": "x", "modality": "IMAGE", "num_parts": 1, "part_idx": 0}
-        to = {"prefill_host": "127.0.0.1", "embedding_port": 9, "mm_items": [data_url(photo())]}
-        caller = http.client.HTTPConnection(url.host, url.port, timeout=PATIENCE_S)
-        with contextlib.closing(caller):
-            caller.request("POST", "/encode", json.dumps(body | to), {"Content-Type": "application/json"})
-            wait_until(lambda: len(pipeline.inflight) == 1, "the encode")
-        wait_until(lambda: len(pipeline.inflight) == 0, "the encode's end")
-        wait_until(served.is_free, "the protocol's end of work")
-        cancelled = 've_requests_total{method="sglang/encode",status="CANCELLED"}'
-        wait_until(lambda: served.metric(cancelled) == 1, "the count of the request")
-    finally:
-        release.set()
-        for job in busy:
-            job.result(PATIENCE_S)
+    """While it waits for its receivers."""
+    url = served.http.base_url
+    body = {
+        "req_id": "x",
+        "modality": "IMAGE",
+        "num_parts": 1,
+        "part_idx": 0,
+        "mm_items": [data_url(photo())],
+    }
+    caller = http.client.HTTPConnection(url.host, url.port, timeout=PATIENCE_S)
+    with contextlib.closing(caller):
+        caller.request("POST", "/encode", json.dumps(body), {"Content-Type": "application/json"})
+        wait_until(lambda: len(served.server.awaited) == 1, "the encode")
+    wait_until(served.is_free, "the protocol's end of work")
+    cancelled = 've_requests_total{method="sglang/encode",status="CANCELLED"}'
+    wait_until(lambda: served.metric(cancelled) == 1, "the count of the request")
 
 
 # -- limits --------------------------------------------------------------------------------------------
@@ -424,37 +409,6 @@ def test_requests_over_the_limit_are_answered_503(bounded: Served, receiver: Rec
             assert refused.startswith("2 calls are in progress, 2 of them of this caller; at most 2")
         wait_until(lambda: bounded.server.permits.num_calls == 1, "the end of one")
     assert receiver.is_empty()
-
-
-def test_connections_have_a_limit(
-    checkpoints: dict[str, Path], device: torch.device, receiver: Receiver
-) -> None:
-    with serving(checkpoints["qwen3_vl"], device, max_connections=2) as served:
-        address = served.http.base_url.host, served.http.base_url.port
-        with socket.create_connection(address, PATIENCE_S) as idle:
-            with socket.create_connection(address, PATIENCE_S):
-                assert served.encode([data_url(photo())], receiver.port).status_code == 200
-            assert idle.recv(1) == b""
-
-
-def test_a_token_for_the_protocols_namespace_keeps_grpc_callers_out(
-    checkpoints: dict[str, Path], device: torch.device, receiver: Receiver, tmp_path: Path
-) -> None:
-    """The protocol has none, and goes on."""
-    tokens = tokens_file(tmp_path, "sglang=a-secret")
-    with serving(checkpoints["qwen3_vl"], device, tokens_file=tokens) as served:
-        target, image = served.service.target, photo()
-        assert served.encode([data_url(image)], receiver.port).status_code == 200
-        with (
-            VisionEncoderClient(target, namespace="sglang", timeout_s=PATIENCE_S) as stranger,
-            pytest.raises(EncoderError) as caught,
-        ):
-            stranger.encode([ImageItem(image)])
-        assert caught.value.reason == "UNAUTHENTICATED"
-        with VisionEncoderClient(target, namespace="sglang", token="a-secret", timeout_s=PATIENCE_S) as known:
-            (result,) = known.encode([ImageItem(image)])
-            assert isinstance(result, EncodedRows)
-            assert result.tier is not CacheTier.MISS
 
 
 # -- receivers that the scheduler's processes name -----------------------------------------------------
@@ -565,23 +519,25 @@ def test_the_service_lists_itself_and_leaves_the_list(
     with Files({"/health": b""}) as bootstrap:
         settings = {"sglang_register": (bootstrap.base,), "sglang_url": "http://encoder:31000"}
         with serving(checkpoints["qwen3_vl"], device, **settings):
-            wait_until(lambda: bootstrap.asked.count("/health") >= 3, "checks of the server")
+            wait_until(lambda: bootstrap.requested.count("/health") >= 3, "checks of the server")
             assert len(bootstrap.bodies) == 1
             bootstrap.files.clear()
-            wait_until(lambda: bootstrap.asked.count("/register_encoder_url") >= 2, "another registration")
-    assert set(bootstrap.asked[:-1]) == {"/register_encoder_url", "/health"}
-    assert bootstrap.asked[-1] == "/unregister_encoder_url"
+            wait_until(
+                lambda: bootstrap.requested.count("/register_encoder_url") >= 2, "another registration"
+            )
+    assert set(bootstrap.requested[:-1]) == {"/register_encoder_url", "/health"}
+    assert bootstrap.requested[-1] == "/unregister_encoder_url"
     assert all(body == {"url": "http://encoder:31000"} for body in bootstrap.bodies)
 
 
 class Files(http.server.ThreadingHTTPServer):
-    """Answers GET with files by path, and POST and DELETE with nothing. kind: of the files."""
+    """Answers GET with files by path, and POST and DELETE with nothing."""
 
     daemon_threads = True
 
     def __init__(self, files: dict[str, bytes]) -> None:
-        self.files, self.kind = files, "image/png"
-        self.asked: list[str] = []
+        self.files = files
+        self.requested: list[str] = []
         self.bodies: list[Any] = []
         super().__init__(("127.0.0.1", 0), Handler)
         self._thread = threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.05})
@@ -614,9 +570,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
     do_DELETE = do_POST
 
     def answer(self, data: bytes | None) -> None:
-        self.server.asked.append(self.path)
+        self.server.requested.append(self.path)
         self.send_response(404 if data is None else 200)
-        self.send_header("Content-Type", self.server.kind)
+        self.send_header("Content-Type", "image/png")
         self.send_header("Content-Length", str(len(data or b"")))
         self.end_headers()
         with contextlib.suppress(ConnectionError):

@@ -30,8 +30,6 @@ else:
     from tests.sglang.processes import Encoder
 
 FAMILIES = ("qwen3_vl", "qwen3_5")
-# Content that an encoder of these tests holds at once.
-MAX_QUEUED_BYTES = 16 << 20
 # For tests of what does not depend on the model. Qwen3.5 runs in `make test-sglang-all` alone.
 both_families = pytest.mark.parametrize(
     "family",
@@ -106,22 +104,12 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Files]:
 
 @contextmanager
 def running_encoder(
-    checkpoint: Path,
-    folder: Path,
-    variables: Mapping[str, str] | None = None,
-    registers_at: str | None = None,
+    checkpoint: Path, folder: Path, variables: Mapping[str, str] | None = None
 ) -> Iterator[Encoder]:
-    """registers_at: the URL of SGLang's bootstrap server."""
     # A socket's name has a short limit, which pytest's folders exceed.
     with (
         tempfile.TemporaryDirectory(prefix="ve-sgl-") as sockets,
-        Encoder(
-            checkpoint,
-            folder,
-            Path(sockets) / "broker.sock",
-            variables=variables,
-            registers_at=registers_at,
-        ) as running,
+        Encoder(checkpoint, folder, Path(sockets) / "broker.sock", variables=variables) as running,
     ):
         yield running
 
@@ -129,12 +117,7 @@ def running_encoder(
 @pytest.fixture(scope="session")
 def variables(files: Files) -> dict[str, str]:
     """Settings of both encoders."""
-    return {
-        "VE_URL_ALLOW": files.url,
-        "VE_URL_NETWORKS": "127.0.0.1/32",
-        "VE_MAX_MESSAGE_BYTES": str(MAX_QUEUED_BYTES),
-        "VE_MAX_QUEUED_BYTES": str(MAX_QUEUED_BYTES),
-    }
+    return {"VE_URL_ALLOW": files.url, "VE_URL_NETWORKS": "127.0.0.1/32"}
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""A client that hangs up while its image is encoded: for both ways to get rows."""
+"""A client that hangs up while its image is encoded, by the plugin and by the protocol."""
 
 from __future__ import annotations
 
@@ -20,9 +20,16 @@ COUNTED = ("ve_requests_total", "ve_items_total")
 def left_during_encode(server: Sglang, encoders: Sequence[Encoder], **fields: object) -> bool:
     """Whether the encode ended with the client, once no encoder holds anything; else its rows were computed
     and left. fields: of the request."""
+
+    def total(name: str) -> float:
+        return sum(encoder.total(name) for encoder in encoders)
+
+    def held() -> set[str]:
+        return {name for encoder in encoders for name in encoder.held()}
+
     image = picture(random.getrandbits(32), SIDE, SIDE)
-    num_ended, num_items = (sum(one.total(name) for one in encoders) for name in COUNTED)
-    server.leave(ONE, [image], lambda: any("ve_queued_patches" in one.held() for one in encoders), **fields)
-    wait_until(lambda: sum(one.total(COUNTED[0]) for one in encoders) > num_ended, "the end of the call")
-    wait_until(lambda: not any(one.held() for one in encoders), "the end of the encode")
-    return sum(one.total(COUNTED[1]) for one in encoders) == num_items
+    num_ended, num_items = map(total, COUNTED)
+    server.leave(ONE, [image], lambda: "ve_queued_patches" in held(), **fields)
+    wait_until(lambda: total(COUNTED[0]) > num_ended, "the end of the call")
+    wait_until(lambda: not held(), "the end of the encode")
+    return total(COUNTED[1]) == num_items
