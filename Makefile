@@ -77,7 +77,7 @@ SGLANG_PYTEST := OMP_NUM_THREADS=1 $(SGLANG_VENV)/bin/python -m pytest -n 2 --di
 test-sglang: $(SGLANG_STAMP) ## Run SGLang on the CPU with image rows from the service (four minutes)
 	$(SGLANG_PYTEST) -m "not extended" tests/sglang
 
-test-sglang-all: $(SGLANG_STAMP) ## The same with Kimi-K2.5, rows received by SGLang's scheduler, and the bench
+test-sglang-all: $(SGLANG_STAMP) ## The same with Kimi-K2.5, and rows received by SGLang's scheduler
 	$(SGLANG_PYTEST) tests/sglang
 
 $(TOKENSPEED_STAMP): pyproject.toml deploy/install_tokenspeed.py deploy/install_engines.py deploy/install.py

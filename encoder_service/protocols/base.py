@@ -1,4 +1,4 @@
-"""What the composition root asks of a server of another system's protocol, and what it gives it."""
+"""Interface between the service and its servers of other systems' protocols."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from encoder_service.pipeline import Pipeline
 
 @dataclass(frozen=True)
 class Backend:
-    """What encodes the requests. urls: None where URL items are refused. segments: None where pixels in
-    shared memory are refused."""
+    """What a server encodes with. urls: None if the service refuses URL items. segments: None if it refuses
+    pixels in shared memory."""
 
     pipeline: Pipeline
     urls: UrlFetcher | None
@@ -23,23 +23,23 @@ class Backend:
 
 
 class ProtocolServer(Protocol):
-    """The methods are called in this order, each once. app: served over HTTP from before ``open`` until
-    before ``stop``."""
+    """A server of one protocol. The service calls the methods in this order, each at most once. app: the
+    service serves it over HTTP from before ``open`` until before ``stop``."""
 
     app: Starlette
 
     async def open(self) -> None:
-        """Binds the ports that the protocol needs besides that of ``app``, before the model is loaded. Raises
-        ConfigurationError."""
+        """Binds the ports that the protocol needs besides the HTTP port. Called before the model is loaded.
+        Raises ConfigurationError."""
 
     async def attach(self, backend: Backend) -> None:
         """Takes work from now on. Raises StartupError."""
 
     async def leave(self) -> None:
-        """Tells the other system that no more work is taken."""
+        """Announces to the other system that the service stops. Work is still taken."""
 
     async def drain(self, ends_s: float) -> None:
-        """Returns once no work is in progress, or at that time."""
+        """Returns once no work is in progress, or at that time of the monotonic clock."""
 
     async def stop(self) -> None:
-        """Gives back what the server holds, also after a start that failed."""
+        """Releases what the server holds. Also called after a failed start."""

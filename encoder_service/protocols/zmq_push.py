@@ -1,6 +1,7 @@
-"""Messages by ZMQ to hosts that a request names: which hosts may receive, and the sending.
+"""Sends ZMQ messages to hosts that a request names, if these may receive rows.
 
-Used by the servers of other systems' protocols (``sglang``, ``tokenspeed``). Needs pyzmq, which is optional.
+Owns the rule which hosts may receive, and the limits on concurrent sends. Used by the servers of other
+systems' protocols (``sglang``, ``tokenspeed``). Needs pyzmq, which is optional.
 """
 
 from __future__ import annotations
@@ -26,29 +27,29 @@ Network: TypeAlias = ipaddress.IPv4Network | ipaddress.IPv6Network
 Address: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 MAX_HOST_CHARS = 64
-# Most concurrent sends: in total, to one host, to one of its ports. Each has its own socket.
+# Limits on concurrent sends: in total, to one host, to one of its ports. Each send has its own socket.
 MAX_SENDS, MAX_SENDS_TO_HOST, MAX_SENDS_TO_PORT = 256, 64, 16
-# Interval at which a message's tracker is polled: libzmq has no callback for it.
+# Interval at which a message's tracker is polled, because libzmq has no callback for it.
 FLUSH_POLL_S = 0.002
-# How long a closed socket may still send what libzmq has buffered, at most 8 KiB.
+# For how long a closed socket still sends what libzmq has buffered, which is at most 8 KiB.
 LINGER_MS = 1000
 
 
 class Receivers:
-    """Which hosts rows may be sent to: the request's own peer, and the networks of an allow-list.
+    """The hosts that may receive rows: the request's peer, and the networks of an allow-list.
 
-    A peer that is this machine may name any address of it: SGLang asks on loopback and receives on an
-    interface.
+    A peer on this machine may name any address of this machine, because SGLang sends requests on loopback and
+    receives on an interface.
     """
 
     def __init__(self, setting: str, allowed: Sequence[str]) -> None:
-        """setting: the name of the list. allowed: its networks; ValueError for anything else."""
+        """setting: the name of the allow-list in error messages. allowed: its networks. Raises ValueError."""
         self._setting = setting
         self._allowed: list[Network] = [ipaddress.ip_network(network) for network in allowed]
 
     def endpoint(self, host: str, port: int, peer: str) -> str:
-        """The ZMQ endpoint of a host and port that a request names. peer: the request's own address. Raises
-        InvalidRequest, PermissionDenied."""
+        """The ZMQ endpoint of a host and port that a request names. peer: the address that sent the request.
+        Raises InvalidRequest, PermissionDenied."""
         if len(host) > MAX_HOST_CHARS:
             raise InvalidRequest(
                 f"the receiving host has {len(host)} characters, at most {MAX_HOST_CHARS} are taken"
@@ -80,8 +81,8 @@ class Receivers:
 
 
 def parse_address(text: str) -> Address:
-    """An IP address, an IPv4 one inside IPv6 as itself. Raises ValueError, also for a scope id: its text goes
-    into ZMQ's endpoint unchecked."""
+    """An IP address; an IPv4 address mapped into IPv6 becomes IPv4. Raises ValueError, also for a scope id,
+    because ``ipaddress`` does not check its text, which would become part of a ZMQ endpoint."""
     address = ipaddress.ip_address(text.strip("[]"))
     if getattr(address, "scope_id", None):
         raise ValueError(f"{text!r} has a scope id")
@@ -89,7 +90,7 @@ def parse_address(text: str) -> Address:
 
 
 def is_of_this_machine(address: Address) -> bool:
-    """Whether packets to it leave from the address itself. Sends nothing."""
+    """Whether the address is one of this machine: packets to it would leave from itself. Sends nothing."""
     if address.is_unspecified or address.is_multicast:
         return False
     if address.is_loopback:
@@ -105,15 +106,15 @@ def is_of_this_machine(address: Address) -> bool:
 
 
 class Sender:
-    """Sends messages. Each has its own socket, which is closed afterwards. A message is sent or fails within
-    ``timeout_s``, with the wait for a place among the concurrent sends.
+    """Sends each message on a socket of its own. A message is sent or fails within ``timeout_s``, which
+    includes the wait for a permit.
 
-    A port that nobody reads delays the messages to it, and those to other ports only when several such ports
-    fill a limit: ``MAX_SENDS_TO_HOST`` for their host, ``MAX_SENDS`` for all hosts.
+    A dead port delays its own messages. Others wait only when dead ports use up ``MAX_SENDS_TO_HOST`` or
+    ``MAX_SENDS``.
     """
 
     def __init__(self, system: str, timeout_s: float) -> None:
-        """system: its setting is ``serve_<system>``, its extra has this name. Raises ConfigurationError where
+        """system: names the setting ``serve_<system>`` and the extra to install. Raises ConfigurationError if
         pyzmq is not installed."""
         try:
             import zmq
@@ -125,18 +126,18 @@ class Sender:
             ) from None
         self._zmq = zmq
         self._context = zmq.asyncio.Context()
-        self._places = asyncio.Semaphore(MAX_SENDS)
-        # By host and by endpoint. Entries last as long as a send holds them.
-        self._places_of: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
+        self._permits = asyncio.Semaphore(MAX_SENDS)
+        # By host and by endpoint. An entry lasts as long as a send refers to it.
+        self._permits_of: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
         self._timeout_s = timeout_s
 
     def close(self) -> None:
-        """Drops what has not left."""
+        """Closes all sockets and drops messages that have not left."""
         self._context.destroy(linger=0)
 
     def bind_puller(self, host: str, port: int, max_part_bytes: int) -> tuple[Any, int]:
-        """A socket that receives messages at an IP address, and its port. port: 0 for any. A peer whose
-        message has a longer part is disconnected. Raises ConfigurationError."""
+        """A socket that receives messages at an IP address, and its port. port: 0 for any. max_part_bytes: a
+        peer that sends a longer part is disconnected. Raises ConfigurationError."""
         puller = self._context.socket(self._zmq.PULL)
         for option, value in ((self._zmq.MAXMSGSIZE, max_part_bytes), (self._zmq.IPV6, 1)):
             puller.setsockopt(option, value)
@@ -148,14 +149,14 @@ class Sender:
         return puller, int(puller.getsockopt_string(self._zmq.LAST_ENDPOINT).rpartition(":")[2])
 
     async def push(self, endpoint: str, frames: Sequence[bytes | memoryview]) -> None:
-        """Returns once the message has been written to the receiver's connection. The frames' memory is not
+        """Returns once the message is written to the receiver's connection. The memory of the frames is not
         read after this returns or raises. Raises TransportUnavailable."""
         host = endpoint.rpartition(":")[0]
-        of_host = self._places_of.setdefault(host, asyncio.Semaphore(MAX_SENDS_TO_HOST))
-        of_port = self._places_of.setdefault(endpoint, asyncio.Semaphore(MAX_SENDS_TO_PORT))
+        of_host = self._permits_of.setdefault(host, asyncio.Semaphore(MAX_SENDS_TO_HOST))
+        of_port = self._permits_of.setdefault(endpoint, asyncio.Semaphore(MAX_SENDS_TO_PORT))
         try:
-            # The port's first: a message that waits for it takes no place of its host.
-            async with asyncio.timeout(self._timeout_s), of_port, of_host, self._places:
+            # The port's permit first: a message that waits for it holds no permit of its host.
+            async with asyncio.timeout(self._timeout_s), of_port, of_host, self._permits:
                 await self._push(endpoint, frames)
         except TimeoutError:
             raise TransportUnavailable(
@@ -170,7 +171,7 @@ class Sender:
         pusher = self._context.socket(zmq.PUSH)
         linger_ms = 0
         try:
-            # Nothing is queued for a receiver that is not connected.
+            # IMMEDIATE: queue nothing for a receiver that is not connected.
             for option, value in ((zmq.IMMEDIATE, 1), (zmq.SNDHWM, 1), (zmq.LINGER, 0), (zmq.IPV6, 1)):
                 pusher.setsockopt(option, value)
             pusher.connect(endpoint)

@@ -123,7 +123,7 @@ def test_tokens_are_those_of_transformers(plugin: Sglang, reference: Reference, 
 def test_prompts_of_ids_and_several_samples(
     plugin: Sglang, reference: Reference, images: list[bytes]
 ) -> None:
-    """p02, p05: ids that are expanded already; samples of one prompt; SGLang's own word for an image."""
+    """Ids that are expanded already; samples of one prompt; SGLang's own word for an image."""
     text, chosen = CASES[2]
     mine = [images[index] for index in chosen]
     expected = reference.tokens(text, mine)
@@ -142,7 +142,7 @@ def test_prompts_of_ids_and_several_samples(
 
 @both_families
 def test_text_and_images_at_once(plugin: Sglang, reference: Reference, images: list[bytes]) -> None:
-    """p02, p25: requests of all kinds in the same batches."""
+    """Requests of all kinds in the same batches."""
     expected = [reference.tokens(text, [images[index] for index in chosen]) for text, chosen in CASES]
     numbers = [random.randrange(len(CASES)) for _ in range(16)]
 
@@ -165,8 +165,8 @@ def test_no_tower_is_built(plugin: Sglang, checkpoint: Path) -> None:
                 for name in file.keys()  # noqa: SIM118 - no mapping
                 if not name.startswith(TOWER_PREFIXES)
             )
-    (found,) = re.findall(r"is built without a vision tower: (\d+) parameters", plugin.log)
-    assert int(found) == num_parameters
+    (reported,) = re.findall(r"is built without a vision tower: (\d+) parameters", plugin.log)
+    assert int(reported) == num_parameters
 
 
 @both_families
@@ -196,7 +196,7 @@ def test_p12_a_second_turn_reuses_the_first_images_prefix(plugin: Sglang, refere
 
 
 def test_positions_are_sglangs_own(checkpoint: Path) -> None:
-    """p01, p03, p04: of prompts of up to three images of any size, also such that end in vision."""
+    """Of prompts of up to three images of any size, also such that end in vision."""
     from sglang.srt.layers.rotary_embedding import MRotaryEmbedding
 
     config = read_config(checkpoint)
@@ -210,19 +210,19 @@ def test_positions_are_sglangs_own(checkpoint: Path) -> None:
             ids += [draw.randrange(500) for _ in range(draw.randint(0, 9))]
             ids += [start, interface.image_placeholder_id, end]
         ids += [draw.randrange(500) for _ in range(draw.randint(0, 9))]
-        found = ImagePrompt.of(ids, grids, interface)
+        expanded = ImagePrompt.of(ids, grids, interface)
         positions, delta = MRotaryEmbedding.get_rope_index(
             spatial_merge_size=interface.merge_size,
             image_token_id=interface.image_placeholder_id,
             video_token_id=interface.video_placeholder_id,
             vision_start_token_id=start,
             model_type=interface.model_type,
-            input_ids=torch.tensor([found.ids]),
+            input_ids=torch.tensor([expanded.ids]),
             image_grid_thw=torch.tensor(grids),
         )
-        assert found.positions is not None
-        assert found.positions.prompt.tolist() == positions.squeeze(1).tolist()
-        assert found.positions.delta == int(delta)
+        assert expanded.positions is not None
+        assert expanded.positions.prompt.tolist() == positions.squeeze(1).tolist()
+        assert expanded.positions.delta == int(delta)
 
 
 def test_grids_are_the_processors_own(checkpoint: Path) -> None:
@@ -240,7 +240,7 @@ def test_grids_are_the_processors_own(checkpoint: Path) -> None:
 
 
 def test_kimis_grids_are_the_services() -> None:
-    """p09: SGLang's rule and ours, with the published settings."""
+    """SGLang's rule and ours, with the published settings."""
     from lm_adapter.engines.sglang.processors import grid_rule
 
     settings = json.loads((PUBLISHED_KIMI / "preprocessor_config.json").read_text())
@@ -335,8 +335,8 @@ def test_p32_an_encoder_that_is_killed_and_comes_back(
             for answer in asked:
                 rejected(answer.result(), 503, "UNAVAILABLE")
         assert time.monotonic() - started_s < 2 * TIMEOUT_S
-        for one in streamed:
-            event = json.loads(one.result().text.splitlines()[0].removeprefix("data: "))
+        for stream in streamed:
+            event = json.loads(stream.result().text.splitlines()[0].removeprefix("data: "))
             assert event["error"]["code"] == 503
             assert "UNAVAILABLE" in event["error"]["message"]
         assert text.result() == reference.tokens(TEXT, [])
@@ -364,8 +364,8 @@ def test_p22_p32_rows_of_a_broken_encoder_fail_their_request_alone(plugin: Sglan
     image, digest = new_picture()
     with in_place_of(encoder, script_for(digest)) as fake:
         for fault, (status, *words) in FAULTS.items():
-            found = answer_to(fault, fake, lambda image: plugin.generate(ONE, [image]))
-            rejected(found, status, *words)
+            answer = answer_to(fault, fake, lambda image: plugin.generate(ONE, [image]))
+            rejected(answer, status, *words)
         for changes, grid, words in OTHER_MODELS:
             fake.stop()
             fake.script = script_for(digest, grid, **changes)

@@ -110,4 +110,4 @@ def test_the_same_clips_give_the_same_messages(golden: Sglang, encoder: Encoder)
     """Of a size and length where SGLang's own rules choose the pixels and frames of the reference: sides are
     multiples of 28 and 32 with at least 100352 pixels, and the frames to sample lie at whole indices."""
     clips = [clip(7, 7, Fraction(7, 2), width=448, height=224), clip(8, 10, 2, width=448, height=224)]
-    compared(golden, encoder, [data_url(one, "video/mp4") for one in clips], "VIDEO")
+    compared(golden, encoder, [data_url(data, "video/mp4") for data in clips], "VIDEO")

@@ -1,11 +1,11 @@
-"""Rows on their way to SGLang: the frames that it expects. ``zmq_push`` sends them.
+"""The message with rows that SGLang expects. ``zmq_push`` sends it.
 
 A message has two frames (SGLang 0.5.23, ``disaggregation/encoder``): a pickled ``EmbeddingData`` without its
-tensor, and the rows' bytes. The pickle is written here, opcode by opcode (Python's ``pickletools`` documents
-them); nothing is ever unpickled, and SGLang is not imported. SGLang unpickles what it receives with a list of
-allowed classes, of which this names three.
+tensor, and the bytes of the rows. This module writes the pickle opcode by opcode (Python's ``pickletools``
+documents them); it unpickles nothing and does not import SGLang. SGLang unpickles messages with a list of
+allowed classes; the pickle names three of them.
 
-Shape legend: R rows (visual tokens), W their width, the language model's times (1 + deepstack levels).
+Shape legend: R rows (visual tokens), W their width: the language model's times (1 + deepstack levels).
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from typing import TypeAlias
 
 import torch
 
-from encoder_service.types import Grid, Modality
+from encoder_service.errors import UnsupportedContent
+from encoder_service.types import EncodedItem, Grid, Modality
 
 Field: TypeAlias = "int | float | str | Global | Sequence[Field] | None"
 
@@ -31,7 +32,7 @@ ONE_TUPLE, CALL = b"\x85", b"R"
 
 @dataclass(frozen=True)
 class Global:
-    """A class or object of a module; called with ``argument`` unless that is None."""
+    """A class or object of a module. It is called with ``argument`` unless that is None."""
 
     module: str
     name: str
@@ -39,7 +40,7 @@ class Global:
 
 
 EMBEDDING_DATA = Global("sglang.srt.disaggregation.encoder.receiver", "EmbeddingData")
-# Members of SGLang's enum by value, as enums are pickled.
+# Members of SGLang's enum. An enum is pickled as a call of its class with the member's value.
 MODALITIES = {
     Modality.IMAGE: Global("sglang.srt.multimodal.modality", "Modality", 1),
     Modality.VIDEO: Global("sglang.srt.multimodal.modality", "Modality", 2),
@@ -59,8 +60,8 @@ class Part:
 def head_frame(
     part: Part, grids: Sequence[Grid], timestamps_s: Sequence[Sequence[float]], rows: torch.Tensor
 ) -> bytes:
-    """The pickled EmbeddingData of rows [R, W]. grids: of the part's items. timestamps_s: for each clip one
-    for each step of its grid's t; empty for images."""
+    """The pickled EmbeddingData of rows [R, W]. grids: of the part's items. timestamps_s: ``clip_times_s`` of
+    each clip; empty for images."""
     fields: dict[str, Field] = {
         "req_id": part.req_id,
         "num_parts": part.num_parts,
@@ -99,10 +100,25 @@ def pickled(value: Field) -> bytes:
             text = value.encode("utf-8", "surrogatepass")
             return b"X" + struct.pack("<I", len(text)) + text
         case Global():
-            named = f"c{value.module}\n{value.name}\n".encode()
-            return named if value.argument is None else named + pickled(value.argument) + ONE_TUPLE + CALL
+            name = f"c{value.module}\n{value.name}\n".encode()
+            return name if value.argument is None else name + pickled(value.argument) + ONE_TUPLE + CALL
         case _:
             return EMPTY_LIST + MARK + b"".join(map(pickled, value)) + APPENDS
+
+
+def clip_times_s(item: EncodedItem) -> list[float]:
+    """One time for each step t of a clip's grid: the middle of its first and last frame (SGLang's
+    ``_calculate_timestamps``). Raises UnsupportedContent for a family whose clips SGLang does not take."""
+    clip = item.clip
+    if clip is None or clip.chunk_grids:
+        raise UnsupportedContent("SGLang takes no clips of this model from an encoder")
+    frames_s, num_steps = list(clip.timestamps_s), item.grid.t
+    num_frames = -(-len(frames_s) // num_steps)
+    frames_s += frames_s[-1:] * (num_frames * num_steps - len(frames_s))
+    return [
+        (frames_s[first] + frames_s[first + num_frames - 1]) / 2
+        for first in range(0, len(frames_s), num_frames)
+    ]
 
 
 def payload(rows: torch.Tensor) -> memoryview:

@@ -1,8 +1,8 @@
 """SGLang's model classes without their vision towers.
 
-Owns subclasses under the same names, as SGLang's registry has it for models out of its tree. SGLang 0.5.23
-builds the towers even with ``--language-only``. Deepstack and M-RoPE stay as they are; rows come with the
-request.
+Owns subclasses with the names of their parents, by which SGLang's registry replaces its own classes. SGLang
+0.5.23 builds the towers even with ``--language-only``. The subclasses do not change deepstack and M-RoPE; a
+request brings its rows along.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class NoTower(nn.Module):
 
 @contextlib.contextmanager
 def _towers_left_out() -> Iterator[None]:
-    """Within the block, SGLang's constructors, which look their tower up by name, make a NoTower."""
+    """Within the block, SGLang's constructors build a NoTower, because they look up their tower by name."""
     towers = {(module, name): getattr(module, name) for module, names in TOWERS.items() for name in names}
     try:
         for module, name in towers:
@@ -55,8 +55,8 @@ def _towers_left_out() -> Iterator[None]:
 
 
 def _rows_to_host(items: list[Any]) -> None:
-    """Rows on a GPU leave it after the step that used them, as rows of SGLang's own encoders do. They are
-    needed again only if a later step or a preempted request computes with them once more."""
+    """Moves rows from the GPU to the host after the step that used them, as SGLang moves those of its own
+    encoders. They are needed again only for a later chunk of the prompt or after a preemption."""
     on_gpu = [item for item in items if getattr(item.precomputed_embeddings, "is_cuda", False)]
     if not on_gpu:
         return
@@ -72,7 +72,7 @@ def _rows_to_host(items: list[Any]) -> None:
 
 
 def without_tower(parent: Any) -> type:
-    """The parent, with rows from elsewhere: its tower is neither built nor loaded."""
+    """A subclass of the model class ``parent`` whose tower is neither built nor loaded."""
 
     class WithoutTower(parent):  # type: ignore[misc]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -86,20 +86,20 @@ def without_tower(parent: Any) -> type:
             logger.info("%s is built without a vision tower: %d parameters", parent.__name__, num_parameters)
 
         def load_weights(self, weights: Iterable[tuple[str, Any]], *args: Any, **kwargs: Any) -> Any:
-            of_language = (pair for pair in weights if not pair[0].startswith(TOWER_PREFIXES))
-            return super().load_weights(of_language, *args, **kwargs)
+            language_weights = (pair for pair in weights if not pair[0].startswith(TOWER_PREFIXES))
+            return super().load_weights(language_weights, *args, **kwargs)
 
         @functools.wraps(parent.forward)
         def forward(
             self, input_ids: Any, positions: Any, forward_batch: Any, *args: Any, **kwargs: Any
         ) -> Any:
-            # SGLang takes them out of the batch while it makes embeddings.
+            # Read first, because SGLang clears ``mm_inputs`` while it computes embeddings.
             inputs = [entry for entry in forward_batch.mm_inputs or () if entry is not None]
             out = super().forward(input_ids, positions, forward_batch, *args, **kwargs)
             _rows_to_host([item for entry in inputs for item in entry.mm_items])
             return out
 
-    # SGLang tells models apart by the names of their classes.
+    # SGLang finds a model by the name of its class.
     WithoutTower.__name__ = WithoutTower.__qualname__ = parent.__name__
     WithoutTower.__module__ = __name__
     return WithoutTower

@@ -1,8 +1,8 @@
 """SGLang's multimodal processor, fed by the service, for every family.
 
-Owns what replaces decoding and the reference processor in SGLang's tokenizer process, and the answer to a
-client whose image has no rows. The grid is computed from the file's header, as in the reference; the
-encoder's grid has to be the same.
+Replaces decoding and the reference processor in SGLang's tokenizer process. Owns the answer to a client whose
+image has no rows. Computes the grid from the size in the file's header, by the reference's rule; the grid of
+the encoder's rows has to be equal.
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ FROM_ENCODER = "image rows come from the encoder"
 
 
 class FileProcessor(BaseMultimodalProcessor):  # type: ignore[misc]
+    """SGLang creates one in its tokenizer process, for a model of ``models``."""
+
     models = (
         Qwen3VLForConditionalGeneration,
         Qwen3VLMoeForConditionalGeneration,
@@ -144,7 +146,7 @@ class FileProcessor(BaseMultimodalProcessor):  # type: ignore[misc]
         return MultimodalProcessorOutput(
             input_ids=prompt.ids,
             padded_input_ids=MultimodalProcessorOutput.build_padded_input_ids(prompt.ids, items),
-            # They travel to the scheduler's process in SGLang's pool in device memory, else in host memory.
+            # Rows travel to the scheduler's process in SGLang's pool in device memory, else in host memory.
             mm_items=self._prepare_mm_items_for_transport(items),
             im_token_id=self._interface.image_placeholder_id,
             mrope_positions=None if positions is None else torch.from_numpy(positions.prompt),
@@ -153,9 +155,11 @@ class FileProcessor(BaseMultimodalProcessor):  # type: ignore[misc]
 
 
 def _rejection(request_obj: Any, error: EncoderError) -> Exception:
-    """The exception that SGLang answers with this error's status. A stream of SGLang's own API has been
-    answered with 200 already; it ends with an event that is made of a ValueError. Its OpenAI API answers 400
-    to any ValueError, so all other requests get an HTTPException."""
+    """The exception by which SGLang answers with the error's status.
+
+    SGLang turns an HTTPException into an answer with its status, except for a stream of its own API: this has
+    been answered with 200, and only a ValueError becomes its last event. All other requests get an
+    HTTPException, because the OpenAI API answers any ValueError with 400."""
     # Only SGLang's own API leaves ``received_time`` empty; requests for embeddings have no ``stream``.
     is_own_stream = getattr(request_obj, "stream", False) and request_obj.received_time is None
     if not is_own_stream:

@@ -39,6 +39,6 @@ class ImagePrompt:
 
 
 def with_placeholders(text: str, placeholder: str, image_text: str) -> str:
-    """Replaces each sentinel with ``image_text``. A text with the model's placeholder stays as it is: there a
-    sentinel is the user's own word."""
+    """Replaces each sentinel with ``image_text``. A text that has the model's placeholder is not changed,
+    because a sentinel in it is the user's own text."""
     return text if placeholder in text else text.replace(SENTINEL, image_text)

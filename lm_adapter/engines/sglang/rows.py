@@ -1,8 +1,8 @@
-"""Rows for a request: from files to checked rows, on a thread of its own.
+"""Fetches and checks the rows of a request.
 
-Owns the calls for rows, the limit on the bytes that are held at once, and which rows are refused. The thread,
-its retries and its time limits are ``shared.encoder_thread``. Imports neither SGLang nor torch, except torch
-where rows go to a GPU.
+Owns the calls to the encoder and the limit on the bytes that are held at once. ``shared.encoder_thread`` owns
+the thread, its retries and its time limits; ``shared.geometry`` owns which rows are refused. Imports neither
+SGLang nor torch, except torch if rows go to a GPU.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ MAX_ROWS_BYTES = 1 << 30
 
 
 class ByteLimit:
-    """A limit on bytes that are held at once, first come, first served. Thread-safe, for any event loop."""
+    """A limit on bytes that are held at once, first come, first served. Thread-safe; callers may be on
+    different event loops."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = self._free_bytes = max_bytes
@@ -40,8 +41,8 @@ class ByteLimit:
 
     @contextlib.asynccontextmanager
     async def hold(self, num_bytes: int, timeout_s: float) -> AsyncIterator[None]:
-        """Holds the bytes within the block; more than the limit, alone. Raises DeadlineExceeded if they do
-        not become free in time."""
+        """Holds the bytes within the block. A request for more than the limit waits until nothing else is
+        held. Raises DeadlineExceeded if the bytes do not become free in time."""
         num_bytes = min(num_bytes, self._max_bytes)
         granted: Future[None] = Future()
         with self._lock:
@@ -72,7 +73,7 @@ class ByteLimit:
 
 
 class RowReader:
-    """Thread-safe. ``read`` is for any event loop."""
+    """Reads rows from one encoder. Thread-safe; callers of ``read`` may be on different event loops."""
 
     def __init__(self, settings: Settings, geometry: Geometry, gpu: int | None = None) -> None:
         """gpu: the index of the GPU that rows go to; None for the host. Raises InvalidRequest if none of the
@@ -98,9 +99,9 @@ class RowReader:
     async def read(
         self, images: Sequence[ImageFile], grids: Sequence[Grid]
     ) -> AsyncIterator[list[EncodedRows]]:
-        """Checked rows of each image, which count in MAX_ROWS_BYTES until the block ends. grids: as the
-        model's processor computes them. Raises the EncoderError of the first image that has no rows.
-        Cancelling the caller cancels the call."""
+        """Checked rows of all images, in order. They count in MAX_ROWS_BYTES until the block ends. grids: as
+        the model's processor computes them. Raises the EncoderError of the first image that has no rows, and
+        DeadlineExceeded. Cancelling the caller cancels the call."""
         items = [ImageItem(image.data, digest=image.digest) for image in images]
         started_s = time.monotonic()
         async with self._limit.hold(sum(map(self._geometry.num_bytes, grids)), self._timeout_s):
@@ -111,7 +112,7 @@ class RowReader:
                 try:
                     return await self._encode(client, items, grids, left_s)
                 except InvalidRows:
-                    # After a restart of the encoder, the client may have checked them against the old model.
+                    # The client may have compared them with the model of before the encoder's restart.
                     return await self._encode(client, items, grids, left_s)
 
             outcome: Any = await asyncio.wrap_future(self._encoder_thread.submit_future(call))
@@ -129,7 +130,7 @@ class RowReader:
         if self._gpu is not None:
             import torch
 
-            # Rows go to the calling thread's current GPU.
+            # The client places rows on the calling thread's current GPU.
             torch.cuda.set_device(self._gpu)
         rows = []
         for outcome, grid in zip(await client.encode(items, timeout_s=left_s), grids, strict=True):

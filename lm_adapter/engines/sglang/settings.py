@@ -41,8 +41,8 @@ def read_settings(environment: Mapping[str, str]) -> Settings:
 
 
 def check_loaded(environment: Mapping[str, str]) -> None:
-    """Raises InvalidRequest unless SGLang loads both halves. With the processor alone the tower would stay in
-    memory; with the models alone images would need a tower that is not there."""
+    """Raises InvalidRequest unless SGLang loads both halves of the plugin. With the processor alone the tower
+    would stay in memory; with the models alone there would be no tower for SGLang's own processor."""
     for name in LOADERS:
         package = environment.get(name, "")
         if package != PACKAGE:

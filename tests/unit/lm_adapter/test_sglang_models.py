@@ -73,8 +73,8 @@ def models(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     ):
         tower = "Qwen3VLMoeVisionModel" if tower_of is of_qwen else "MoonViT3dPretrainedModel"
         name += "ForConditionalGeneration"
-        parent = type(name, (Model,), {"module": tower_of, "tower": tower})
-        setattr(modules[f"sglang.srt.models.{module}"], name, parent)
+        model = type(name, (Model,), {"module": tower_of, "tower": tower})
+        setattr(modules[f"sglang.srt.models.{module}"], name, model)
     monkeypatch.setenv(VARIABLE, '{"target": "127.0.0.1:1"}')
     for name in LOADERS:
         monkeypatch.setenv(name, PACKAGE)

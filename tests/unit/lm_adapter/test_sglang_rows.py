@@ -1,4 +1,4 @@
-"""Rows for a request: what is asked of the encoder, what is refused, and the ids that go with them."""
+"""Rows for a request: which are refused, how many are held at once, and the ids of the prompt."""
 
 from __future__ import annotations
 
@@ -48,18 +48,18 @@ def fake() -> Iterator[FakeEncoder]:
 
 @pytest.fixture
 def reader(fake: FakeEncoder) -> Iterator[RowReader]:
-    made = RowReader(Settings(target=fake.target, timeout_s=10.0, retry_s=5.0), GEOMETRY)
-    yield made
-    made.close()
+    reader = RowReader(Settings(target=fake.target, timeout_s=10.0, retry_s=5.0), GEOMETRY)
+    yield reader
+    reader.close()
 
 
 async def test_rows_of_each_image_in_order(fake: FakeEncoder, reader: RowReader) -> None:
     fake.script.order = "reverse"
     images = [image(bytes([number])) for number in (3, 1, 3)]
     rows = await read(reader, images, [GRID] * 3)
-    for found, asked in zip(rows, images, strict=True):
-        assert found.content_digest == asked.digest
-        assert (found.numpy() == fake_rows(asked.digest, 6, MODEL.width)).all()
+    for received, requested in zip(rows, images, strict=True):
+        assert received.content_digest == requested.digest
+        assert (received.numpy() == fake_rows(requested.digest, 6, MODEL.width)).all()
     assert rows[0].key == rows[2].key != rows[1].key
 
 
@@ -73,26 +73,22 @@ async def test_p22_rows_that_contradict_the_result_are_refused(fake: FakeEncoder
 
 
 @pytest.mark.parametrize(
-    ("geometry", "words"),
+    ("geometry", "grid", "words"),
     [
-        ({"width": 64}, "width is 128, expected 64"),
-        ({"num_levels": 1}, "num_deepstack_levels is 3, expected 1"),
-        ({"dtype": "bfloat16"}, "dtype is float32, expected bfloat16"),
+        ({"width": 64}, GRID, "width is 128, expected 64"),
+        ({"num_levels": 1}, GRID, "num_deepstack_levels is 3, expected 1"),
+        ({"dtype": "bfloat16"}, GRID, "dtype is float32, expected bfloat16"),
+        ({}, Grid(1, 6, 4), r"\(1, 4, 6\), expected \(1, 6, 4\)"),  # as many rows
     ],
+    ids=lambda value: str(value)[:32],
 )
-async def test_p22_rows_of_another_model_are_refused(
-    fake: FakeEncoder, geometry: dict[str, Any], words: str
+async def test_p11_p22_rows_of_another_model_or_grid_are_refused(
+    fake: FakeEncoder, geometry: dict[str, Any], grid: Grid, words: str
 ) -> None:
     reader = RowReader(Settings(target=fake.target), dataclasses.replace(GEOMETRY, **geometry))
     with pytest.raises(InvalidRows, match=words):
-        await read(reader, [image(b"\0")], [GRID])
+        await read(reader, [image(b"\0")], [grid])
     reader.close()
-
-
-async def test_p11_another_grid_is_refused(reader: RowReader) -> None:
-    """Of as many rows."""
-    with pytest.raises(InvalidRows, match=r"\(1, 4, 6\), expected \(1, 6, 4\)"):
-        await read(reader, [image(b"\0")], [Grid(1, 6, 4)])
 
 
 async def test_p32_an_encoder_that_restarts_is_waited_for(fake: FakeEncoder, reader: RowReader) -> None:
@@ -124,33 +120,32 @@ async def test_a_caller_that_leaves_takes_its_call_along(fake: FakeEncoder, read
     await asyncio.to_thread(wait_until, lambda: fake.num_cancelled["Encode"] == 1)
 
 
-async def test_p17_rows_at_once_have_a_bound_in_bytes(
+async def test_p17_rows_at_once_have_a_limit_in_bytes(
     fake: FakeEncoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of 40 requests at once two have room. Rows count until they are handed over."""
     monkeypatch.setattr("lm_adapter.engines.sglang.rows.MAX_ROWS_BYTES", 2 * GEOMETRY.num_bytes(GRID))
     reader = RowReader(Settings(target=fake.target), GEOMETRY)
-    num_entered = 0
-    go_on = asyncio.Event()
+    num_started, entered, go_on = 0, list[int](), asyncio.Event()
 
     async def ask(number: int) -> None:
-        nonlocal num_entered
+        nonlocal num_started
+        num_started += 1
         async with reader.read([image(bytes([number % 8]))], [GRID]):
-            num_entered += 1
+            entered.append(number)
             await go_on.wait()
 
     tasks = [asyncio.create_task(ask(number)) for number in range(40)]
-    await asyncio.to_thread(wait_until, lambda: num_entered + len(reader._limit._waiting) == 40)
-    assert num_entered == 2
+    await asyncio.to_thread(wait_until, lambda: num_started == 40 and len(entered) == 2)
     assert fake.num_calls["Encode"] == 2
     go_on.set()
     await asyncio.gather(*tasks)
-    assert num_entered == 40
+    assert sorted(entered) == [*range(40)]
     reader.close()
 
 
 async def test_p17_requests_wait_for_room_in_their_order() -> None:
-    """One that is cancelled or late leaves its turn; one of more than the limit is alone."""
+    """A request that is cancelled or late leaves the queue; one above the limit is alone."""
     limit, entered = ByteLimit(10), list[str]()
 
     async def hold(name: str, num_bytes: int, until: asyncio.Event) -> None:
@@ -163,7 +158,7 @@ async def test_p17_requests_wait_for_room_in_their_order() -> None:
         asyncio.create_task(hold(name, num_bytes, first if name == "a" else go_on))
         for name, num_bytes in (("a", 6), ("large", 30), ("b", 4), ("c", 4))
     ]
-    await asyncio.to_thread(wait_until, lambda: limit._waiting and entered == ["a"])
+    await asyncio.to_thread(wait_until, lambda: entered == ["a"])
     with pytest.raises(DeadlineExceeded, match=r"no room for 4 bytes within 0\.01 s, 10 bytes"):
         async with limit.hold(4, timeout_s=0.01):
             pass
@@ -172,11 +167,12 @@ async def test_p17_requests_wait_for_room_in_their_order() -> None:
     await asyncio.to_thread(wait_until, lambda: entered == ["a", "b"])
     first.set()
     await asyncio.to_thread(wait_until, lambda: entered == ["a", "b", "c"])
-    last = asyncio.create_task(hold("large", 30, go_on))
+    tasks.append(asyncio.create_task(hold("large", 30, go_on)))
     go_on.set()
-    await asyncio.gather(*tasks, last, return_exceptions=True)
+    await asyncio.gather(*tasks, return_exceptions=True)
     assert entered[-1] == "large"
-    assert limit._free_bytes == 10
+    async with limit.hold(10, timeout_s=20):  # all bytes are free again
+        pass
 
 
 async def test_any_event_loop_may_ask(reader: RowReader) -> None:
@@ -215,11 +211,10 @@ def test_kimi_has_plain_positions() -> None:
     assert prompt.positions is None
 
 
-@pytest.mark.parametrize("ids", [[1, 2], [500, 1, 500], [500, 501]])
-def test_images_without_a_place_and_places_without_an_image(ids: list[int]) -> None:
+def test_images_and_placeholders_have_to_match() -> None:
     """SGLang answers 400 to a ValueError."""
     with pytest.raises(ValueError, match="placeholders"):
-        ImagePrompt.of(ids, [GRID], QWEN)
+        ImagePrompt.of([500, 1, 500], [GRID], QWEN)
 
 
 def test_sglangs_own_word_for_an_image() -> None:

@@ -8,14 +8,13 @@ import pytest
 
 from lm_adapter.engines.sglang.settings import LOADERS, PACKAGE, VARIABLE, check_loaded, read_settings
 from lm_adapter.errors import InvalidRequest
-from vision_encoder.layout.keys import DIGEST_BYTES
 
 BOTH = dict.fromkeys(LOADERS, PACKAGE)
 
 
 def test_an_object_gives_the_settings() -> None:
-    given = {"target": "10.0.0.1:50051", "timeout_s": 4, "transports": ["host", "inline"], "finite": True}
-    settings = read_settings({VARIABLE: json.dumps(given)})
+    config = {"target": "10.0.0.1:50051", "timeout_s": 4, "transports": ["host", "inline"], "finite": True}
+    settings = read_settings({VARIABLE: json.dumps(config)})
     assert settings.target == "10.0.0.1:50051"
     assert settings.timeout_s == 4
     assert settings.transports == ("host", "inline")
@@ -34,7 +33,7 @@ def test_an_object_gives_the_settings() -> None:
         ('{"target": "a:1", "token_file": "/nonexistent"}', "/nonexistent"),
     ],
 )
-def test_what_is_wrong_is_named(text: str | None, words: str) -> None:
+def test_an_invalid_variable_is_refused(text: str | None, words: str) -> None:
     environment = {} if text is None else {VARIABLE: text}
     with pytest.raises(InvalidRequest, match=words) as refused:
         read_settings(environment)
@@ -44,14 +43,13 @@ def test_what_is_wrong_is_named(text: str | None, words: str) -> None:
 def test_both_halves_are_loaded_or_none() -> None:
     check_loaded(BOTH)
     for name in LOADERS:
-        for found in ({}, {name: "another.package"}):
+        for package in ("", "another.package"):
             with pytest.raises(InvalidRequest, match=name):
-                check_loaded({key: value for key, value in BOTH.items() if key != name} | found)
+                check_loaded(BOTH | {name: package})
 
 
-def test_an_encoder_starts_beside_the_variable() -> None:
+def test_an_encoder_starts_in_the_same_environment() -> None:
     """It refuses variables of its own prefix that it does not know."""
     from encoder_service.config import ENV_PREFIX
 
     assert not VARIABLE.startswith(ENV_PREFIX)
-    assert DIGEST_BYTES == 32  # what SGLang's ``set_identity`` takes

@@ -1,0 +1,222 @@
+"""Bodies of SGLang's requests: what is parsed, and what is refused with a short reason."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import hashlib
+import json
+import urllib.parse
+from collections.abc import Callable
+from types import NoneType
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from encoder_service import errors
+from encoder_service.errors import InvalidDigest, InvalidInput, InvalidRequest, VisionEncoderError
+from encoder_service.protocols.sglang.requests import (
+    MediaItem,
+    error_body,
+    http_status,
+    inline_content,
+    parse_encode,
+    parse_object,
+    parse_receiver,
+    url_message,
+)
+from encoder_service.types import Modality
+from vision_encoder.v1 import encoder_pb2 as pb
+
+DATA = b"the bytes of a file"
+TEXT = base64.b64encode(DATA).decode()
+QUOTED = urllib.parse.quote(TEXT, safe="")
+DIGEST = hashlib.sha256(DATA).digest()
+ENCODE: dict[str, Any] = {
+    "req_id": "r",
+    "modality": "image",
+    "mm_items": [TEXT, {"url": TEXT, "content_hash": None, "detail": "low"}],
+    "num_parts": 3,
+    "part_idx": 1,
+    "prefill_host": "127.0.0.1",
+    "embedding_port": 9,
+    "encoder_url": "ignored",
+}
+RECEIVER: dict[str, Any] = {"req_id": "r", "receive_count": 2, "receive_url": "127.0.0.1:9"}
+# What SGLang's answer may repeat of a body.
+MAX_MESSAGE_CHARS = 1000
+
+
+def refusal(parse: Callable[..., object], *arguments: object) -> str:
+    with pytest.raises(InvalidRequest) as refused:
+        parse(*arguments)
+    assert len(refused.value.message) < MAX_MESSAGE_CHARS
+    return refused.value.message
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (b"", "0 bytes are no JSON"),
+        (b"\xff\x00", "2 bytes are no JSON"),
+        (b"[1]", "the body is a list"),
+        (b"[" * 70_000, "70000 commas and brackets, at most 65536"),
+        (b"[" * 60_000, "no JSON"),
+        (b'{"a":' * 60_000, "no JSON"),
+    ],
+    ids=lambda value: str(value)[:12],
+)
+def test_a_body_that_is_no_object(content: bytes, text: str) -> None:
+    assert text in refusal(parse_object, content)
+
+
+def test_requests_are_parsed() -> None:
+    request = parse_encode(parse_object(json.dumps(ENCODE).encode()))
+    assert (request.part.req_id, request.part.num_parts, request.part.part_idx) == ("r", 3, 1)
+    assert request.part.modality is Modality.IMAGE
+    assert [item.url for item in request.mm_items] == [TEXT, TEXT]
+    assert (request.prefill_host, request.embedding_port) == ("127.0.0.1", 9)
+    receiver = parse_receiver(RECEIVER)
+    assert (receiver.req_id, receiver.receive_count, receiver.receive_url) == ("r", 2, "127.0.0.1:9")
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"mm_items": []}, "mm_items is []: List should have at least 1 item"),
+        ({"mm_items": None}, "mm_items is None"),
+        ({"mm_items": ["x"] * 257}, "257 items, at most 256"),
+        ({"mm_items": [7]}, "mm_items.0 is 7"),
+        ({"mm_items": [{"format": "processor_output"}]}, "mm_items.0.url is"),
+        ({"mm_items": [{"url": None}]}, "mm_items.0.url is None"),
+        ({"mm_items": [{"url": "x", "content_hash": "md5:00"}]}, "content_hash is 'md5:00'"),
+        ({"mm_items": [{"url": "x", "content_hash": 3}]}, "content_hash is 3"),
+        ({"mm_items": [{"url": "x", "content_hash": DIGEST.hex()}]}, "content_hash is '"),
+        ({"modality": "AUDIO"}, "modality is 'AUDIO': Input should be 'IMAGE' or 'VIDEO'"),
+        ({"modality": None}, "modality is None"),
+        ({"num_parts": 0}, "num_parts is 0: Input should be greater than or equal to 1"),
+        ({"num_parts": 1 << 40}, "num_parts is 1099511627776"),
+        ({"part_idx": 3}, "part_idx is 3, num_parts is 3"),
+        ({"part_idx": True}, "part_idx is True"),
+        ({"req_id": ""}, "req_id"),
+        ({"req_id": 5}, "req_id"),
+        ({"req_id": "r" * 1025}, "req_id"),
+        ({"embedding_port": 70_000}, "embedding_port is 70000"),
+        ({"embedding_port": "1"}, "embedding_port is '1'"),
+        ({"prefill_host": 5}, "prefill_host is 5"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_an_invalid_field_is_refused_with_its_value(fields: dict[str, Any], text: str) -> None:
+    assert text in refusal(parse_encode, ENCODE | fields)
+
+
+@pytest.mark.parametrize("name", RECEIVER)
+def test_a_receiver_has_all_fields(name: str) -> None:
+    assert name in refusal(parse_receiver, {key: value for key, value in RECEIVER.items() if key != name})
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=2000),
+    lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.text(max_size=2000), inner, max_size=5),
+    max_leaves=10,
+)
+
+
+def parsed(parse: Callable[..., Any], argument: object) -> Any:
+    """None for what is refused."""
+    with contextlib.suppress(InvalidRequest):
+        return parse(argument)
+    refusal(parse, argument)
+    return None
+
+
+@given(st.binary(max_size=200) | values.map(lambda value: json.dumps(value).encode()))
+def test_any_bytes_are_an_object_or_refused(data: bytes) -> None:
+    assert isinstance(parsed(parse_object, data), dict | NoneType)
+
+
+@given(st.dictionaries(st.sampled_from(sorted({*ENCODE, *RECEIVER, "other"})), values))
+def test_any_fields_are_a_request_or_refused(fields: dict[str, object]) -> None:
+    """Fields are replaced in valid bodies, so that several are wrong at once, or one alone."""
+    for parse, valid in ((parse_encode, ENCODE), (parse_receiver, RECEIVER)):
+        request = parsed(parse, valid | fields)
+        assert request is None or request.req_id == (valid | fields)["req_id"]
+
+
+# -- items ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text",
+    [TEXT, f"data:image/png;base64,{TEXT}", f"data:image/png;charset=x;base64,{TEXT}"]
+    + [f"DATA:image/png; BASE64 ,{TEXT}", f"data: image/png ; base64 ,{TEXT}"]
+    # SGLang's encoder drops what precedes the comma.
+    + [f"data:,{TEXT}", f"data:image/png,{TEXT}"]
+    + [f"data:image/png;base64,{QUOTED}", f"data:;base64,%{ord(TEXT[0]):02x}{TEXT[1:]}"],
+)
+def test_an_item_is_a_data_uri_or_base64(text: str) -> None:
+    assert inline_content(MediaItem(url=text)) == DATA
+
+
+@given(st.binary(), st.booleans())
+def test_any_content_comes_back(data: bytes, is_quoted: bool) -> None:
+    text = base64.b64encode(data).decode()
+    uri = f"data:image/png;base64,{urllib.parse.quote(text, safe='') if is_quoted else text}"
+    digest = hashlib.sha256(data).hexdigest()
+    assert inline_content(MediaItem(url=uri, content_hash=f"sha256:{digest}")) == data
+
+
+NO_BASE64 = ("!", "-_-_", "QUI", "Q", "QQ==QQ==", "Q\nUJD", "QUJD ", "%", "%zz", "\ud800%")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["data:", "data:image/png;base64", f"data:image/png;base64{TEXT}", f"data:{TEXT}"]  # no comma
+    + [f"data:;base64,{text}" for text in NO_BASE64]
+    + [f" data:;base64,{TEXT}", f"date:;base64,{TEXT}", f"file:///{TEXT}", "/etc/passwd"]
+    + ["é", QUOTED, f"{TEXT[:4]}\n{TEXT[4:]}"],
+)
+def test_content_that_is_no_base64_is_refused(text: str) -> None:
+    """As by SGLang's encoder and vLLM: no other alphabet, no white space, no padding left out."""
+    assert "cannot be decoded" in refusal(inline_content, MediaItem(url=text))
+
+
+def test_p48_a_stated_hash_is_verified() -> None:
+    item = MediaItem(url=TEXT, content_hash=f"sha256:{DIGEST.hex().upper()}")
+    assert item.digest == DIGEST
+    assert inline_content(item) == DATA
+    with pytest.raises(InvalidDigest, match=f"{32 * '00'}.*{DIGEST.hex()}"):
+        inline_content(MediaItem(url=TEXT, content_hash=f"sha256:{32 * '00'}"))
+
+
+def test_a_url_becomes_a_message_of_the_services_contract() -> None:
+    item = MediaItem(url="HTTPS://a.test/b", content_hash=f"sha256:{DIGEST.hex()}")
+    assert item.is_url
+    assert not MediaItem(url=f"data:,{TEXT}").is_url
+    expected = pb.Item(modality=pb.MODALITY_VIDEO, url="HTTPS://a.test/b", content_digest=DIGEST)
+    assert url_message(item, Modality.VIDEO) == expected
+    assert "ASCII" in refusal(url_message, MediaItem(url="http://ä.test"), Modality.IMAGE)
+
+
+# -- answers -------------------------------------------------------------------------------------------
+
+
+def test_every_error_has_the_status_of_its_kind() -> None:
+    """A caller may come again after 503 and 504 alone."""
+    for kind in vars(errors).values():
+        if not (isinstance(kind, type) and issubclass(kind, VisionEncoderError)):
+            continue
+        status = http_status(kind("words"))
+        assert (400 <= status < 500) == issubclass(kind, InvalidInput | errors.PermissionDenied), kind
+        assert status in (503, 504) or not kind.retryable, kind
+    assert http_status(errors.BodyTooLarge("words")) == 413
+    assert http_status(errors.InternalError("words")) == 500
+
+
+def test_an_error_is_an_object_in_ascii() -> None:
+    body = error_body(InvalidRequest("words"), "\ud800").encode("ascii")
+    assert json.loads(body) == {"status": "error", "message": "words", "req_id": "\ud800"}
+    assert json.loads(error_body(InvalidRequest("words"), ""))["req_id"] is None
