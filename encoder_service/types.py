@@ -147,7 +147,7 @@ class StageTimings:
 
 class CacheTier(enum.Enum):
     MISS = "miss"
-    IN_FLIGHT = "joined"
+    IN_FLIGHT = "in_flight"
     DEVICE = "device"
     HOST = "host"
 

@@ -14,6 +14,8 @@ import numpy as np
 import simplejpeg
 from PIL import Image
 
+from encoder_service.ingest.headers import ImageSize
+
 # Other ratios are rare, and versions of libjpeg-turbo differ on some.
 _SUBSAMPLINGS = frozenset({"444", "422", "420"})
 
@@ -24,14 +26,12 @@ def decodes_alone(opened: Image.Image) -> bool:
     return opened.format in ("JPEG", "MPO") and opened.mode == "RGB" and "progressive" not in opened.info
 
 
-def decode_jpeg(data: bytes, opened: Image.Image) -> np.ndarray | None:
-    """uint8 [H, W, 3] before any rotation. None for a file that Pillow has to decode or refuse, because it is
-    of another kind or damaged. opened: the file as opened by Pillow, with its pixels not loaded."""
-    if not decodes_alone(opened):
-        return None
+def decode_jpeg(data: bytes, size: ImageSize) -> np.ndarray | None:
+    """uint8 [H, W, 3] of a file for which ``decodes_alone``, before any rotation. size: as Pillow reads it.
+    None for a file that Pillow has to decode or refuse, because it is of another kind or damaged."""
     try:
         header = simplejpeg.decode_jpeg_header(data, strict=True)
-        if header[:3] != (opened.height, opened.width, "YCbCr") or header[3] not in _SUBSAMPLINGS:
+        if header[:3] != (*size, "YCbCr") or header[3] not in _SUBSAMPLINGS:
             return None
         pixels: np.ndarray = simplejpeg.decode_jpeg(
             data, "RGB", fastdct=False, fastupsample=False, strict=True

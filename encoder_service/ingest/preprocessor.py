@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import functools
 import json
 import math
 import time
+from collections.abc import Callable
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -28,7 +30,7 @@ from encoder_service.errors import (
     PixelTensorMismatch,
     UnsupportedContent,
 )
-from encoder_service.ingest.decode import DecodeLimits, Transparent, decode_rgb, read_header
+from encoder_service.ingest.decode import DecodeLimits, OpenImage, Transparent, open_image
 from encoder_service.ingest.identity import dtype_name
 from encoder_service.ingest.resize import resize_and_pad, resize_bytes
 from encoder_service.ingest.settings import MoonViTSettings, Normalisation, QwenVLSettings
@@ -69,11 +71,19 @@ class PatchLayout(NamedTuple):
     normalisation: Normalisation
 
 
-class ProbedItem(NamedTuple):
-    """decoded_bytes: the most memory that ``load`` takes for pixels."""
+@dataclasses.dataclass(frozen=True)
+class OpenItem:
+    """An image, or patches that the caller made, whose pixels are not decoded. Holds no more memory than the
+    content.
+
+    grid: as the file's header or the caller states it. decoded_bytes: the most memory that ``load`` takes for
+    pixels. load: makes the pixels; must run on a worker thread. Raises UndecodableImage, ImageTooLarge,
+    PixelTensorMismatch, GridMismatch, NonFinitePixels.
+    """
 
     grid: Grid
     decoded_bytes: int
+    load: Callable[[], LoadedPixels]
 
 
 class Preprocessor(abc.ABC):
@@ -163,46 +173,39 @@ class Preprocessor(abc.ABC):
         else:
             self.check_values(options)
 
-    def probe(self, item: Item) -> ProbedItem:
-        """What an image file's header tells, or the stated grid of a caller's own pixels. Parses the file, so
-        it must run on a worker thread. Raises UndecodableImage, ImageTooLarge, AspectRatioExceeded,
-        UnsupportedContent."""
+    def open(self, item: Item) -> OpenItem:
+        """Opens an image file or patches. Must run on a worker thread for a file, whose header it reads.
+        Raises UndecodableImage, ImageTooLarge, AspectRatioExceeded, UnsupportedContent."""
         match item.content:
             case EncodedFile(data) if item.modality is Modality.IMAGE:
-                return self.probe_image(data, item.options)
-            case PixelValues(tensor, grid):
-                return ProbedItem(grid, 4 * tensor.numel())
+                return self.open_image(data, item.options)
+            case PixelValues(tensor, grid) as pixels:
+                return OpenItem(grid, 4 * tensor.numel(), functools.partial(self._load_pixels, pixels))
         raise UnsupportedContent(f"{type(item.content).__name__} of {item.modality.value} is no single image")
 
-    def load(self, item: Item) -> LoadedPixels:
-        """The pixels of an item that ``probe`` accepts. Must run on a worker thread. Raises as
-        ``probe``; PixelTensorMismatch, GridMismatch, NonFinitePixels."""
-        match item.content:
-            case EncodedFile(data) if item.modality is Modality.IMAGE:
-                return self.load_image(data, item.options)
-            case PixelValues() as pixels:
-                started_s = time.perf_counter()
-                patches = self.check_pixels(pixels)
-                return LoadedPixels(patches, (time.perf_counter() - started_s) * 1e3, 0.0)
-        raise UnsupportedContent(f"{type(item.content).__name__} of {item.modality.value} is no single image")
+    def open_image(self, data: bytes, options: PreprocessOptions) -> OpenItem:
+        """Opens an image file: reads its header. Raises as ``open``."""
+        image = open_image(data, self.limits)
+        plan = self.plan_image(*image.size, options)
+        num_bytes = max(image.decoded_bytes, resize_bytes(*image.size, plan.target, plan.padded))
+        return OpenItem(plan.grid, num_bytes, functools.partial(self._load_image, image, options))
 
-    def probe_image(self, data: bytes, options: PreprocessOptions) -> ProbedItem:
-        (height, width), decoding_bytes = read_header(data, self.limits)
-        plan = self.plan_image(height, width, options)
-        resizing_bytes = resize_bytes(height, width, plan.target, plan.padded)
-        return ProbedItem(plan.grid, max(decoding_bytes, resizing_bytes))
-
-    def load_image(self, data: bytes, options: PreprocessOptions) -> LoadedPixels:
+    def _load_image(self, image: OpenImage, options: PreprocessOptions) -> LoadedPixels:
         """One decoded, resized and padded frame, with the milliseconds of decoding and of resizing. The grid
         is that of the decoded pixels; the header of a damaged file may state another one."""
         started_s = time.perf_counter()
-        image_HWC = decode_rgb(data, self.limits, self.transparent)
+        image_HWC = image.decode(self.transparent)
         decoded_s = time.perf_counter()
         plan = self.plan_image(image_HWC.shape[0], image_HWC.shape[1], options)
         frames_THWC = resize_and_pad(image_HWC, plan.target, plan.padded).unsqueeze(0)
         resized_s = time.perf_counter()
         decode_ms, resize_ms = (decoded_s - started_s) * 1e3, (resized_s - decoded_s) * 1e3
         return LoadedPixels(FrameItem(frames_THWC, plan.grid), decode_ms, resize_ms)
+
+    def _load_pixels(self, pixels: PixelValues) -> LoadedPixels:
+        started_s = time.perf_counter()
+        patches = self.check_pixels(pixels)
+        return LoadedPixels(patches, (time.perf_counter() - started_s) * 1e3, 0.0)
 
     def open_clip(self, content: EncodedFile | FrameArray, options: PreprocessOptions) -> Clip:
         """Opens a clip, which is then read in pieces. Must run on a worker thread. Raises as

@@ -35,6 +35,7 @@ from starlette.routing import Route
 from encoder_service import errors
 from encoder_service.config import Settings
 from encoder_service.errors import InvalidDigest, InvalidRequest, UnsupportedContent, VisionEncoderError
+from encoder_service.ingest.workers import MAX_HASHED_ON_LOOP_BYTES
 from encoder_service.ops.http_server import read_body
 from encoder_service.ops.logs import REQUEST_ID_KEY, bind_request, request_id_of
 from encoder_service.ops.metrics import Metrics
@@ -60,8 +61,6 @@ Wanted = TypeVar("Wanted", bound="Body")
 NAMESPACE = "sglang"
 MODALITIES = {"IMAGE": (Modality.IMAGE, pb.MODALITY_IMAGE), "VIDEO": (Modality.VIDEO, pb.MODALITY_VIDEO)}
 HASH_PREFIX = "sha256:"
-# Work on fewer bytes is done on the event loop.
-INLINE_BYTES = 256 * 1024
 # Commas, lists and objects of a body, counted before it is parsed: each becomes objects many times its size.
 # A data URI has one comma.
 MAX_JSON_MARKS = 65_536
@@ -512,7 +511,7 @@ class SglangServer:
 
     async def _on_worker(self, num_bytes: int, function: Callable[..., Answer], *arguments: object) -> Answer:
         """The function's result, on a worker where it has many bytes to work on."""
-        if num_bytes <= INLINE_BYTES or self._pipeline is None:
+        if num_bytes <= MAX_HASHED_ON_LOOP_BYTES or self._pipeline is None:
             return function(*arguments)
         return await self._pipeline.workers.run(holder_of(NAMESPACE), function, *arguments)
 

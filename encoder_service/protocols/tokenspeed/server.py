@@ -35,6 +35,7 @@ from encoder_service.errors import (
 )
 from encoder_service.ingest.identity import check_digest, dtype_name
 from encoder_service.ingest.pixel_segments import FOLDER, MAX_RANK, PixelSegments
+from encoder_service.ingest.workers import MAX_COPIED_ON_LOOP_BYTES
 from encoder_service.json_reader import JsonReader
 from encoder_service.ops.logs import REQUEST_ID_KEY, bind_request, request_id_of
 from encoder_service.ops.metrics import Metrics
@@ -47,7 +48,7 @@ from encoder_service.protocols.tokenspeed.rooms import MAX_PART_BYTES, Rooms
 from encoder_service.protocols.zmq_push import Receivers, Sender
 from encoder_service.rpc import convert, observed
 from encoder_service.rpc.gate import CallGate, CallPermits
-from encoder_service.rpc.item_reader import INLINE_BYTES, ItemReader
+from encoder_service.rpc.item_reader import ItemReader
 from encoder_service.rpc.server import GrpcServer
 from encoder_service.scheduler.admission import Admission, UnreadBytes
 from encoder_service.towers.tower import Tower
@@ -402,7 +403,7 @@ class TokenSpeedServer:
             case "shm":
                 assert self._reader is not None
                 return await self._reader.ask(segment_item(message, modality, grid), question)
-            case "inline" if message.ByteSize() > INLINE_BYTES:
+            case "inline" if message.ByteSize() > MAX_COPIED_ON_LOOP_BYTES:
                 workers = pipeline.workers
                 item = await workers.run(holder_of(NAMESPACE), inline_item, message, modality, grid)
                 return await question(item)

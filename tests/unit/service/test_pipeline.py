@@ -23,7 +23,7 @@ from encoder_service.errors import (
     UnsupportedContent,
 )
 from encoder_service.inflight import InFlightEncode
-from encoder_service.ingest.preprocessor import ProbedItem
+from encoder_service.ingest.preprocessor import OpenItem
 from encoder_service.pipeline import holder_of
 from encoder_service.scheduler.admission import UnreadBytes
 from encoder_service.types import (
@@ -72,7 +72,7 @@ async def test_p15_concurrent_callers_share_one_encode(rig: Rig) -> None:
     rig.fake.gate.set()
     results = await asyncio.gather(*callers)
     assert rig.fake.num_loads == 1
-    assert sorted(result.tier.value for result in results) == ["joined"] * 19 + ["miss"]
+    assert sorted(result.tier.value for result in results) == ["in_flight"] * 19 + ["miss"]
 
 
 async def test_stages_of_a_shared_encode_are_observed_once(rig: Rig) -> None:
@@ -132,21 +132,27 @@ async def test_p17_cancelled_items_never_pile_up_behind_a_long_batch(rig: Rig) -
 async def test_p34_headers_are_read_on_workers(rig: Rig) -> None:
     """A hostile header of a small file takes 100 ms."""
     threads: list[threading.Thread] = []
-    probe = rig.fake.probe_image
+    original = rig.fake.open_image
 
-    def probe_image(data: bytes, options: PreprocessOptions) -> ProbedItem:
+    def open_image(data: bytes, options: PreprocessOptions) -> OpenItem:
         threads.append(threading.current_thread())
-        return probe(data, options)
+        return original(data, options)
 
-    rig.fake.probe_image = probe_image  # type: ignore[method-assign]
+    rig.fake.open_image = open_image  # type: ignore[method-assign]
     (await rig.pipeline.encode(image())).release()
     assert threads
     assert threading.current_thread() not in threads
 
 
+async def test_a_file_is_opened_once(rig: Rig) -> None:
+    (await rig.pipeline.encode(image())).release()
+    assert (rig.fake.num_opened, rig.fake.num_loads) == (1, 1)
+
+
 async def test_pixels_that_disagree_with_the_header_fail_the_item(rig: Rig) -> None:
     frames = FrameItem(torch.zeros(1, 40, 40, 3, dtype=torch.uint8), Grid(1, 40, 40))
-    rig.preprocessor.load = lambda item: LoadedPixels(frames, 0.0, 0.0)  # type: ignore[method-assign]
+    opened = OpenItem(Grid(1, 4, 4), 1, lambda: LoadedPixels(frames, 0.0, 0.0))
+    rig.preprocessor.open = lambda item: opened  # type: ignore[method-assign]
     with pytest.raises(UndecodableImage, match=r"promises grid \(1, 4, 4\), its pixels give \(1, 40, 40\)"):
         await rig.pipeline.encode(image())
 
@@ -244,7 +250,7 @@ async def test_failures_are_told_to_everyone_and_not_remembered(rig: Rig) -> Non
     assert all(isinstance(result, UndecodableImage) for result in results)
     with pytest.raises(UndecodableImage):
         await rig.pipeline.encode(bad)
-    assert rig.fake.num_probes == 2
+    assert rig.fake.num_opened == 2
 
 
 async def test_deadlines_free_the_caller_and_the_item(rig: Rig) -> None:
