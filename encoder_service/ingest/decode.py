@@ -36,7 +36,7 @@ from PIL import ExifTags, Image
 
 from encoder_service.errors import ImageTooLarge, UndecodableImage, VisionEncoderError
 from encoder_service.ingest.headers import ImageSize, format_name, image_brand, is_tga, webp_size
-from encoder_service.ingest.jpeg import coefficient_bytes, decode_jpeg, decodes_alone
+from encoder_service.ingest.jpeg import coefficient_bytes, decode_jpeg, is_sequential_rgb
 from vision_encoder.layout.png import png_without_metadata, png_without_pixels
 
 Transparent: TypeAlias = Literal["white", "drop"]
@@ -116,7 +116,7 @@ def _cause(error: Exception) -> str:
     if checksum := re.search(r"bad header checksum in b'(.+)'", text):
         return f"its chunk {checksum[1]} has a wrong checksum"
     if chunk := re.search(r"broken PNG file \(chunk b(.+)\)", text):
-        return f"where a chunk should begin is no name of one but {chunk[1]}"
+        return f"a chunk begins with {chunk[1]}, which is no chunk's name"
     if isinstance(error, MemoryError):
         return "decoding it takes more memory than the decoder may use"
     # Plugins raise these texts about the file. Other types of exceptions name variables and functions.
@@ -204,7 +204,7 @@ def _decoded_bytes(data: bytes, image: Image.Image) -> int:
             decoder = 8 * image.width * _rows_per_strip(image)
         case _:  # decoders written in Python collect all pixels, in memory that grows, and copy them
             decoder = (3 * stored if codec in _PYTHON_CODECS else 1) * num_pixels
-    if decodes_alone(image):
+    if is_sequential_rgb(image):
         loaded = 3 * num_pixels + decoder
     else:
         strip = STRIP_BYTES * min(num_pixels, STRIP_PIXELS)
@@ -232,7 +232,7 @@ class OpenImage:
     _data: bytes
     _limits: DecodeLimits
     _orientation: object
-    _sequential_jpeg: ImageSize | None  # as stored, of a file that may be decoded without Pillow
+    _sequential_jpeg: ImageSize | None  # its size as stored; None for other files
 
     def decode(self, transparent: Transparent = "white") -> torch.Tensor:
         """The upright first frame as uint8 [H, W, 3], contiguous, owning its memory. transparent: how alpha
@@ -244,7 +244,7 @@ class OpenImage:
         with _opened(self._data, self._limits) as image:
             image.load()
             pixels_HWC = to_rgb(image, transparent)
-            orientation = _orientation(image)  # Pillow turns a TIFF by itself, and finds what follows pixels
+            orientation = _orientation(image)  # Pillow has turned a TIFF by now
         return torch.from_numpy(upright(pixels_HWC, orientation))
 
 
@@ -255,7 +255,7 @@ def open_image(data: bytes, limits: DecodeLimits) -> OpenImage:
     """
     with _opened(data, limits, header_only=True) as image:
         width, height = image.size
-        stored = ImageSize(height, width) if decodes_alone(image) else None
+        stored = ImageSize(height, width) if is_sequential_rgb(image) else None
         num_bytes, orientation = _decoded_bytes(data, image), _orientation(image)
         tags = getattr(image, "tag_v2", None)
         if tags is not None:

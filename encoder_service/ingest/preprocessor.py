@@ -17,7 +17,7 @@ import functools
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -89,16 +89,19 @@ class OpenItem:
 class Preprocessor(abc.ABC):
     """One family's preprocessing with one checkpoint's settings. Stateless and thread-safe.
 
-    family, rules, options: set by a subclass. rules: version of the preprocessing rules in the code. options:
-    the overrides that images accept. fingerprint: 32 bytes over the rules and every setting that changes
-    pixels. patch_dim: elements of one flattened patch. clips: the rules for clips; None if the checkpoint has
-    none. transparent: how alpha is handled.
+    family, rules, options, merges_time: set by a subclass. rules: version of the preprocessing rules in the
+    code. options: the overrides that images accept. merges_time: the tower averages over frames. fingerprint:
+    32 bytes over the rules and every setting that changes pixels. patch_dim: elements of one flattened patch.
+    patch_layout: None if the device's kernel has no such cut; then ``patchify`` runs item by item. clips: the
+    rules for clips; None if the checkpoint has none. transparent: how alpha is handled.
     """
 
     family: ClassVar[str]
     rules: ClassVar[str]
     options: ClassVar[tuple[str, ...]]
+    merges_time: ClassVar[bool] = False
     fingerprint: bytes
+    patch_layout: PatchLayout | None = None
     clips: ClipRules | None = None
 
     def __init__(
@@ -115,6 +118,13 @@ class Preprocessor(abc.ABC):
         self.transparent = transparent
         self.merge_size = settings.merge_size
         self.patch_dim = 3 * frames_per_patch * settings.patch_size**2
+        self.patch_layout = PatchLayout(
+            settings.patch_size,
+            settings.merge_size,
+            frames_per_patch,
+            self.merges_time,
+            settings.normalisation,
+        )
         # JSON writes a float as the shortest text that reads back to the same double, so equal settings give
         # equal bytes on every machine.
         content: dict[str, object] = {"rules": self.rules, "settings": dataclasses.asdict(settings)}
@@ -124,11 +134,6 @@ class Preprocessor(abc.ABC):
             content["transparent"] = transparent
         text = json.dumps(content, sort_keys=True, separators=(",", ":"))
         self.fingerprint = blake3(text.encode()).digest()
-
-    @property
-    def patch_layout(self) -> PatchLayout | None:
-        """None if the device's kernel has no such cut: then ``patchify`` runs item by item."""
-        return None
 
     @property
     def longest_item(self) -> int:
@@ -259,6 +264,12 @@ class Preprocessor(abc.ABC):
                 found=num_rows,
                 needed=grid.num_patches,
             )
+
+
+def overridden(names: Sequence[str], settings: object, options: PreprocessOptions) -> dict[str, int]:
+    """The checkpoint's values of these names, overridden by those of the request."""
+    given = options.given()
+    return {name: int(given.get(name, getattr(settings, name))) for name in names}
 
 
 def check_range(name: str, value: int | float, ceiling: int) -> None:

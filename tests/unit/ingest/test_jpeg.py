@@ -53,8 +53,8 @@ def damaged(random_: random.Random, data: bytes) -> bytes:
         case 2:
             broken += random_.randbytes(20)
         case _:
-            place = random_.randrange(len(broken))
-            broken[place:place] = b"\xff\xd9"
+            index = random_.randrange(len(broken))
+            broken[index:index] = b"\xff\xd9"
     return bytes(broken)
 
 

@@ -58,7 +58,7 @@ async def test_miss_then_hit_gives_the_same_rows(rig: Rig) -> None:
     assert (first.tier, second.tier) == (CacheTier.MISS, CacheTier.HOST)
     assert torch.equal(first.encoded.rows, second.encoded.rows)
     assert first.encoded.key == second.encoded.key
-    assert rig.fake.num_loads == 1
+    assert (rig.fake.num_opened, rig.fake.num_loads) == (1, 1)
     assert first.timings.decode_ms == 1.0
     assert first.timings.resize_ms == 2.0
     assert first.timings.tower_ms > 0
@@ -90,16 +90,16 @@ async def test_stages_of_a_shared_encode_are_observed_once(rig: Rig) -> None:
 
 async def test_p17_no_new_encode_while_callers_leave_too_much_unread(rig: Rig) -> None:
     held = (await rig.pipeline.encode(image(1))).encoded
-    undelivered = rig.pipeline.unread = UnreadBytes(held.spec.num_bytes)
+    unread = rig.pipeline.unread = UnreadBytes(held.spec.num_bytes)
     for _ in range(2):
-        undelivered.add(held, held.spec.num_bytes, holder_of(""))
-    assert undelivered.num_bytes == held.spec.num_bytes
+        unread.add(held, held.spec.num_bytes, holder_of(""))
+    assert unread.num_bytes == held.spec.num_bytes
     with pytest.raises(QueueFull, match=f"{held.spec.num_bytes} bytes of rows wait to be read"):
         await rig.pipeline.encode(image(2))
     assert (await rig.pipeline.encode(image(1))).tier is CacheTier.HOST
-    undelivered.remove(held, held.spec.num_bytes)
-    assert undelivered.num_bytes == held.spec.num_bytes
-    undelivered.remove(held, held.spec.num_bytes)
+    unread.remove(held, held.spec.num_bytes)
+    assert unread.num_bytes == held.spec.num_bytes
+    unread.remove(held, held.spec.num_bytes)
     assert (await rig.pipeline.encode(image(2))).tier is CacheTier.MISS
 
 
@@ -144,11 +144,6 @@ async def test_p34_headers_are_read_on_workers(rig: Rig) -> None:
     assert threading.current_thread() not in threads
 
 
-async def test_a_file_is_opened_once(rig: Rig) -> None:
-    (await rig.pipeline.encode(image())).release()
-    assert (rig.fake.num_opened, rig.fake.num_loads) == (1, 1)
-
-
 async def test_pixels_that_disagree_with_the_header_fail_the_item(rig: Rig) -> None:
     frames = FrameItem(torch.zeros(1, 40, 40, 3, dtype=torch.uint8), Grid(1, 40, 40))
     opened = OpenItem(Grid(1, 4, 4), 1, lambda: LoadedPixels(frames, 0.0, 0.0))
@@ -157,7 +152,7 @@ async def test_pixels_that_disagree_with_the_header_fail_the_item(rig: Rig) -> N
         await rig.pipeline.encode(image())
 
 
-async def test_a_caller_who_comes_back_at_once_boards_a_fresh_flight(rig: Rig) -> None:
+async def test_a_caller_who_comes_back_at_once_starts_a_fresh_encode(rig: Rig) -> None:
     rig.fake.gate.clear()
     first = asyncio.ensure_future(rig.pipeline.encode(image()))
     await until(lambda: rig.fake.num_loads == 1)
@@ -207,7 +202,7 @@ async def test_digest_only_is_served_from_the_store_or_fails(rig: Rig) -> None:
         await rig.pipeline.encode(Item(Modality.IMAGE, DigestOnly()))
 
 
-async def test_fetch_waits_for_a_flight_and_serves_what_is_held(rig: Rig) -> None:
+async def test_fetch_waits_for_an_encode_and_serves_what_is_held(rig: Rig) -> None:
     rig.fake.gate.clear()
     announced = await rig.pipeline.prefetch(image())
     assert announced.grid == Grid(1, 4, 4)
@@ -260,7 +255,7 @@ async def test_deadlines_free_the_caller_and_the_item(rig: Rig) -> None:
     await until(lambda: len(rig.pipeline.inflight) == 0)
 
 
-async def test_a_joined_flight_keeps_the_later_deadline(rig: Rig) -> None:
+async def test_a_joined_encode_keeps_the_later_deadline(rig: Rig) -> None:
     rig.fake.gate.clear()
     soon = asyncio.ensure_future(rig.pipeline.encode(image(), deadline_s=time.monotonic() + 0.05))
     # Joins in the turn of the loop in which the encode begins, however late that is.
