@@ -250,7 +250,7 @@ class TowerAlone:
         from encoder_service.types import PreprocessOptions
 
         tower = self._model.tower
-        frames, _, _ = self._model.preprocessor.load_image(data, PreprocessOptions())
+        frames, _, _ = self._model.preprocessor.open_image(data, PreprocessOptions()).load()
         return pinned(frames, tower.device, tower.dtype)
 
     def _padded(self) -> int:

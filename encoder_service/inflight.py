@@ -22,9 +22,9 @@ from encoder_service.types import EncodedItem, Grid, StageTimings
 class InFlightEncode:
     """One encode in progress.
 
-    is_prefetch: nobody waits for the rows. expected: the item once it is admitted, with a meta tensor as its
-    rows. timings: filled in as the
-    stages end. task: ends with the rows. It holds them until every caller has a hold of its own.
+    is_prefetch: no caller waits for the rows. expected: the item once it is admitted, with a meta tensor as
+    its rows. timings: filled in as the stages end. task: ends with the rows, and holds them until every
+    caller has a hold of its own.
     """
 
     def __init__(
@@ -51,8 +51,8 @@ class InFlightEncode:
         self.task: asyncio.Task[PinnedRows] = loop.create_task(run(self))
 
     def ticket(self, grid: Grid, *, merges_time: bool) -> Ticket:
-        """A place in the engine's queue. Callers that join or leave later change it. merges_time: the tower
-        attends over all frames together and averages over them."""
+        """A position in the engine's queue. Callers that join or leave later change it. merges_time: the
+        tower attends over all frames together and averages over them."""
         ticket = Ticket(
             grid.num_patches,
             self._deadline_s,

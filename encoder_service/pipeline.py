@@ -1,10 +1,13 @@
 """One item from request to result, top to bottom. Read this first.
 
 Owns the order: identity, lookup before decode, single-flight, admission, decode, device, store. Knows nothing
-of gRPC. Used from one event loop; workers hash large contents, read headers, decode and resize, and the
-engine has two threads of its own. A miss passes loop, worker (header, then pixels), these threads, loop:
+of gRPC. Used from one event loop; workers hash large contents, open files, decode and resize, and the engine
+has two threads of its own. A miss passes loop, worker (header), loop (admission), worker (pixels), these
+threads, loop:
 
-    pixels = await decode(item)
+    opened = await open(item)
+    admit(opened.grid)
+    pixels = await load(opened)
     output = reserve(rows)
     await engine.submit(pixels, output)
     held = commit(output)
@@ -38,8 +41,8 @@ from encoder_service.errors import (
 from encoder_service.inflight import InFlightEncode, InFlightEncodes
 from encoder_service.ingest import identity
 from encoder_service.ingest.pinned import host_rows, pinned
-from encoder_service.ingest.preprocessor import Preprocessor
-from encoder_service.ingest.workers import IngestWorkers
+from encoder_service.ingest.preprocessor import OpenItem, Preprocessor
+from encoder_service.ingest.workers import MAX_HASHED_ON_LOOP_BYTES, IngestWorkers
 from encoder_service.load import DeviceLoad
 from encoder_service.ops import traces
 from encoder_service.ops.metrics import Metrics
@@ -65,9 +68,6 @@ from encoder_service.types import (
 )
 
 log = structlog.get_logger(__name__)
-
-# Content up to this size is hashed on the event loop, so that its rows are found while all workers decode.
-INLINE_BYTES = 256 * 1024
 
 
 @dataclass(frozen=True)
@@ -98,6 +98,17 @@ class EncodeResult:
     def release(self) -> None:
         """The rows were delivered, or will not be. Idempotent."""
         self.held.drop()
+
+
+@dataclass(frozen=True)
+class _Request:
+    """One caller's item, identified."""
+
+    item: Item
+    namespace: str
+    holder: Holder
+    digest: bytes
+    key: bytes
 
 
 class Pipeline:
@@ -158,15 +169,14 @@ class Pipeline:
         """
         started_s = self.clock()
         holder = holder or holder_of(namespace)
-        digest, key = await self._identify(item, namespace, holder)
+        request = await self._identify(item, namespace, holder)
+        key = request.key
         identify_ms = (self.clock() - started_s) * 1e3
         held = self.store.hold(namespace, key)
         if held is not None:
             return self._result(held, CacheTier(held.tier), StageTimings(identify_ms=identify_ms), started_s)
         joined = self.inflight.join(namespace, key, deadline_s, is_prefetch=is_prefetch)
-        encode = joined or self._start(
-            item, digest, key, namespace, holder, deadline_s, is_prefetch=is_prefetch
-        )
+        encode = joined or self._start(request, deadline_s, is_prefetch=is_prefetch)
         held = await self.inflight.wait(encode, deadline_s)
         timings = replace(encode.timings, identify_ms=identify_ms)
         tier = CacheTier.MISS if joined is None else CacheTier.IN_FLIGHT
@@ -177,12 +187,12 @@ class Pipeline:
         and admitted; its rows are a meta tensor unless they are held already. Raises as ``encode`` does, as
         far as the failure shows until then."""
         holder = holder or holder_of(namespace)
-        digest, key = await self._identify(item, namespace, holder)
-        resident = self.store.peek(namespace, key)
+        request = await self._identify(item, namespace, holder)
+        resident = self.store.peek(namespace, request.key)
         if resident is not None:
             return resident
-        joined = self.inflight.join(namespace, key, None, is_prefetch=True)
-        encode = joined or self._start(item, digest, key, namespace, holder, None, is_prefetch=True)
+        joined = self.inflight.join(namespace, request.key, None, is_prefetch=True)
+        encode = joined or self._start(request, None, is_prefetch=True)
         return await asyncio.shield(encode.expected)
 
     async def fetch(
@@ -224,11 +234,11 @@ class Pipeline:
 
     # -- identity --------------------------------------------------------------------------------------
 
-    async def _identify(self, item: Item, namespace: str, holder: Holder) -> tuple[bytes, bytes]:
-        """The item's content digest and embedding key."""
+    async def _identify(self, item: Item, namespace: str, holder: Holder) -> _Request:
+        """The item with its content digest and embedding key."""
         preprocessor = self.model.preprocessor
         preprocessor.check_options(item.modality, item.options)
-        if item.content_digest is None and identity.content_bytes(item) > INLINE_BYTES:
+        if item.content_digest is None and identity.content_bytes(item) > MAX_HASHED_ON_LOOP_BYTES:
             digest = await self.workers.run(holder, identity.content_digest, item)
         else:
             digest = identity.content_digest(item)
@@ -240,41 +250,32 @@ class Pipeline:
             preprocess_fingerprint=preprocessor.fingerprint,
             dtype=self._dtype,
         )
-        return digest, key
+        return _Request(item, namespace, holder, digest, key)
 
-    def _start(
-        self,
-        item: Item,
-        digest: bytes,
-        key: bytes,
-        namespace: str,
-        holder: Holder,
-        deadline_s: float | None,
-        *,
-        is_prefetch: bool,
-    ) -> InFlightEncode:
+    def _start(self, request: _Request, deadline_s: float | None, *, is_prefetch: bool) -> InFlightEncode:
         """A new encode. Raises what refuses it at once: UnknownKey, Draining, DeviceFault, QueueFull."""
-        if isinstance(item.content, DigestOnly):
-            raise unknown(key)
+        if isinstance(request.item.content, DigestOnly):
+            raise unknown(request.key)
         if self._draining:
             raise Draining("the service is stopping and takes no new work")
         if self._engine.fault is not None:
             raise DeviceFault(self._engine.fault.message)
-        self.unread.check_room(holder)
+        self.unread.check_room(request.holder)
         return self.inflight.start(
-            namespace,
-            key,
-            digest,
+            request.namespace,
+            request.key,
+            request.digest,
             deadline_s,
-            lambda encode: self._run(encode, item, holder),
+            lambda encode: self._run(encode, request),
             is_prefetch=is_prefetch,
         )
 
     # -- one encode ------------------------------------------------------------------------------------
 
-    async def _run(self, encode: InFlightEncode, item: Item, holder: Holder) -> PinnedRows:
+    async def _run(self, encode: InFlightEncode, request: _Request) -> PinnedRows:
         """Admission, decode, device, store."""
-        permit = self.admission.acquire(identity.content_bytes(item), holder)
+        item = request.item
+        permit = self.admission.acquire(identity.content_bytes(item), request.holder)
         try:
             is_clip = item.modality is Modality.VIDEO
             if is_clip and isinstance(item.content, EncodedFile | FrameArray):
@@ -288,24 +289,22 @@ class Pipeline:
             raise InternalError(f"{type(error).__name__}: {error}") from error
         finally:
             permit.release()
-        for name, milliseconds in vars(encode.timings).items():
-            if milliseconds:  # else a stage that this item did not pass
-                self.metrics.observe_stage(name[: -len("_ms")], milliseconds / 1e3)
+        self.metrics.observe_encode(encode.timings)
         return held
 
     async def _encode_single(self, encode: InFlightEncode, item: Item, permit: Permit) -> PinnedRows:
         """An image, or patches that the caller made."""
         timings, tower = encode.timings, self.model.tower
         started_s = self.clock()
-        # Also for small files: a file of 256 KiB can hold a header that takes 100 ms to read.
-        grid, decoded_bytes = await self.workers.run(permit.holder, self.model.preprocessor.probe, item)
+        opened = await self._open(item, permit.holder)
+        grid = opened.grid
         tower.check_grid(grid)
         expected = self._expected_item(encode, grid, tower.num_rows(grid))
         ticket = encode.ticket(grid, merges_time=tower.merges_time)
         self._admit(encode, expected, ticket.seqlen, permit)
         timings.admit_ms = (self.clock() - started_s) * 1e3
         pixels, timings.decode_ms, timings.resize_ms = await self.workers.run(
-            permit.holder, self._decode, item, grid, decoded_bytes=decoded_bytes
+            permit.holder, self._load, opened, decoded_bytes=opened.decoded_bytes
         )
         with OutputReservation(self.store, self._engine, encode.namespace, expected) as output:
             queued_s = self.clock()
@@ -362,14 +361,21 @@ class Pipeline:
         permit.add_patches(num_patches, seqlen, is_prefetch=encode.is_prefetch)
         encode.expected.set_result(expected)
 
-    def _decode(self, item: Item, grid: Grid) -> LoadedPixels:
+    async def _open(self, item: Item, holder: Holder) -> OpenItem:
+        """A file is opened on a worker, also a small one: a header of 256 KiB can take 100 ms to read."""
+        opens = self.model.preprocessor.open
+        if isinstance(item.content, EncodedFile):
+            return await self.workers.run(holder, opens, item)
+        return opens(item)
+
+    def _load(self, opened: OpenItem) -> LoadedPixels:
         """On a worker: pixels in memory that the device can read; pinning counts as resizing."""
-        loaded = self.model.preprocessor.load(item)
+        loaded = opened.load()
         started_s = self.clock()
         ready = pinned(loaded.item, self._device, self._dtype)
-        if ready.grid != grid:
+        if ready.grid != opened.grid:
             raise UndecodableImage(
-                f"the file's header promises grid {tuple(grid)}, its pixels give {tuple(ready.grid)}"
+                f"the file's header promises grid {tuple(opened.grid)}, its pixels give {tuple(ready.grid)}"
             )
         pinning_ms = 0.0 if ready is loaded.item else (self.clock() - started_s) * 1e3
         return LoadedPixels(ready, loaded.decode_ms, loaded.resize_ms + pinning_ms)
@@ -401,13 +407,7 @@ class Pipeline:
     ) -> EncodeResult:
         ready_s = self.clock()
         timings.total_ms = (ready_s - started_s) * 1e3
-        metrics = self.metrics
-        metrics.count(metrics.items, tier.value)
-        metrics.rows_bytes.inc(held.item.spec.num_bytes)
-        # The encode's own stages are observed once, by the encode.
-        if timings.identify_ms:
-            metrics.observe_stage("identify", timings.identify_ms / 1e3)
-        metrics.observe_stage("total", timings.total_ms / 1e3)
+        self.metrics.observe_result(tier, held.item.spec.num_bytes, timings)
         return EncodeResult(held, tier, timings, ready_s)
 
 

@@ -1,7 +1,8 @@
 """The records that pass between packages.
 
-Owns grids, items, per-item options, ingested pixels, encoded rows and timings. Knows nothing of gRPC, files
-or devices. Shape legend: P patches, R rows (visual tokens), D language-model width, L deepstack levels.
+Owns items, ingested pixels, encoded rows and timings; ``vision_encoder.layout.items`` has the records that
+clients use too. Knows nothing of gRPC, files or devices. Shape legend: P patches, R rows (visual tokens),
+D language-model width, L deepstack levels.
 """
 
 from __future__ import annotations
@@ -13,41 +14,11 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
+from vision_encoder.layout.items import Grid as Grid
+from vision_encoder.layout.items import Modality as Modality
+from vision_encoder.layout.items import PreprocessOptions as PreprocessOptions
+
 DIGEST_BYTES = 32
-
-
-class Modality(enum.Enum):
-    IMAGE = "image"
-    VIDEO = "video"
-
-
-class Grid(NamedTuple):
-    """One item's extent in patches: frames after temporal patching, height, width."""
-
-    t: int
-    h: int
-    w: int
-
-    @property
-    def num_patches(self) -> int:
-        return self.t * self.h * self.w
-
-
-@dataclass(frozen=True)
-class PreprocessOptions:
-    """Per-item overrides of the checkpoint's processor settings; ``None`` keeps the checkpoint's value."""
-
-    min_pixels: int | None = None
-    max_pixels: int | None = None
-    max_patches: int | None = None
-    max_patches_per_side: int | None = None
-    fps: float | None = None
-    min_frames: int | None = None
-    max_frames: int | None = None
-
-    def given(self) -> dict[str, int | float]:
-        """The overrides that were given, by field name, in field order."""
-        return {name: value for name, value in vars(self).items() if value is not None}
 
 
 @dataclass(frozen=True)
@@ -147,7 +118,7 @@ class StageTimings:
 
 class CacheTier(enum.Enum):
     MISS = "miss"
-    IN_FLIGHT = "joined"
+    IN_FLIGHT = "in_flight"
     DEVICE = "device"
     HOST = "host"
 

@@ -142,8 +142,7 @@ def _check_geometry(
     chunks = header.chunk_grids
     if chunks:
         _check_chunks(grid, chunks, merges_time)
-    frames = max(1, len(chunks)) if merges_time else grid.t
-    needed = frames * grid.h * grid.w // spatial_merge_size**2
+    needed = grid.num_rows(spatial_merge_size, merges_time=merges_time, num_chunks=len(chunks) or 1)
     if header.num_rows != needed:
         raise InvalidRows(
             "num_rows",

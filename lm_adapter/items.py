@@ -6,58 +6,21 @@ results. Shape legend: P patches.
 
 from __future__ import annotations
 
-import enum
 import sys
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from lm_adapter.errors import InvalidRequest
+from vision_encoder.layout.items import Grid as Grid
+from vision_encoder.layout.items import Modality as Modality
+from vision_encoder.layout.items import PreprocessOptions as PreprocessOptions
 from vision_encoder.layout.keys import frames_source
 
 if TYPE_CHECKING:
     import torch
-
-
-class Modality(enum.Enum):
-    IMAGE = "image"
-    VIDEO = "video"
-
-
-class Grid(NamedTuple):
-    """One item's extent in patches, before the spatial merge."""
-
-    t: int
-    h: int
-    w: int
-
-    @property
-    def num_patches(self) -> int:
-        return self.t * self.h * self.w
-
-
-@dataclass(frozen=True)
-class PreprocessOptions:
-    """Per-item overrides of the checkpoint's processor settings; ``None`` keeps the checkpoint's value."""
-
-    min_pixels: int | None = None
-    max_pixels: int | None = None
-    max_patches: int | None = None
-    max_patches_per_side: int | None = None
-    fps: float | None = None
-    min_frames: int | None = None
-    max_frames: int | None = None
-
-    def given(self) -> dict[str, int | float]:
-        """The overrides that are set, by field name. fps is always a float, as on the wire."""
-        values: dict[str, int | float] = {
-            name: value for name, value in vars(self).items() if value is not None
-        }
-        if "fps" in values:
-            values["fps"] = float(values["fps"])
-        return values
 
 
 _NO_OPTIONS = PreprocessOptions()

@@ -143,8 +143,7 @@ class ModelInfo:
 
     def num_rows(self, grid: Grid) -> int:
         """Visual tokens of one item of this grid."""
-        frames = 1 if self.merges_time else grid.t
-        return frames * grid.h * grid.w // self.spatial_merge_size**2
+        return grid.num_rows(self.spatial_merge_size, merges_time=self.merges_time)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import struct
 import threading
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 from encoder_service.errors import GridMismatch, InvalidOption, NonFinitePixels, UndecodableImage
-from encoder_service.ingest.preprocessor import ImagePlan, Preprocessor, ProbedItem
+from encoder_service.ingest.preprocessor import ImagePlan, OpenItem, Preprocessor
 from encoder_service.towers.tower import Tower, TowerInputs
 from encoder_service.types import (
     FrameItem,
@@ -43,7 +44,7 @@ class FakePreprocessor(Preprocessor):
         self.gate = threading.Event()
         self.gate.set()
         self.num_loads = 0
-        self.num_probes = 0
+        self.num_opened = 0
 
     def check_options(self, modality: Modality, options: PreprocessOptions) -> None:
         if options.max_patches is not None:
@@ -59,18 +60,18 @@ class FakePreprocessor(Preprocessor):
     def patch_shapes(self) -> tuple[tuple[int, ...], ...]:
         return ((PATCH_DIM,),)
 
-    def probe_image(self, data: bytes, options: PreprocessOptions) -> ProbedItem:
-        self.num_probes += 1
+    def open_image(self, data: bytes, options: PreprocessOptions) -> OpenItem:
+        self.num_opened += 1
         if data[:4] != b"FAKE":
             raise UndecodableImage("not a fake image")
-        height, width, _ = struct.unpack("<IIB", data[4:])
-        return ProbedItem(Grid(1, height, width), 8 * height * width)
+        height, width, value = struct.unpack_from("<IIB", data, 4)
+        grid = Grid(1, height, width)
+        return OpenItem(grid, 8 * height * width, functools.partial(self._load, grid, value))
 
-    def load_image(self, data: bytes, options: PreprocessOptions) -> LoadedPixels:
+    def _load(self, grid: Grid, value: int) -> LoadedPixels:
         self.num_loads += 1
         assert self.gate.wait(30)
-        grid, _ = self.probe_image(data, options)
-        frames = torch.full((1, grid.h, grid.w, 3), data[-1], dtype=torch.uint8)
+        frames = torch.full((1, grid.h, grid.w, 3), value, dtype=torch.uint8)
         return LoadedPixels(FrameItem(frames, grid), 1.0, 2.0)
 
     def check_pixels(self, pixels: PixelValues) -> PatchItem:

@@ -113,7 +113,7 @@ def described(pipeline: Pipeline, delivered: EncodeResult) -> dict[str, Any]:
 def preview(pipeline: Pipeline, data: bytes) -> str:
     """The pixels that the tower sees (rotated, resized and padded) as a data URL of a JPEG of at most
     MAX_PREVIEW_SIDE pixels a side. Runs on a worker thread."""
-    frames, _, _ = pipeline.model.preprocessor.load_image(data, PreprocessOptions())
+    frames, _, _ = pipeline.model.preprocessor.open_image(data, PreprocessOptions()).load()
     assert isinstance(frames, FrameItem)
     image = Image.fromarray(frames.frames_THWC[0].cpu().numpy())
     image.thumbnail((MAX_PREVIEW_SIDE, MAX_PREVIEW_SIDE))

@@ -28,7 +28,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -36,7 +36,7 @@ from PIL import ExifTags, Image
 
 from encoder_service.errors import ImageTooLarge, UndecodableImage, VisionEncoderError
 from encoder_service.ingest.headers import ImageSize, format_name, image_brand, is_tga, webp_size
-from encoder_service.ingest.jpeg import coefficient_bytes, decode_jpeg, decodes_alone
+from encoder_service.ingest.jpeg import coefficient_bytes, decode_jpeg, is_sequential_rgb
 from vision_encoder.layout.png import png_without_metadata, png_without_pixels
 
 Transparent: TypeAlias = Literal["white", "drop"]
@@ -116,7 +116,7 @@ def _cause(error: Exception) -> str:
     if checksum := re.search(r"bad header checksum in b'(.+)'", text):
         return f"its chunk {checksum[1]} has a wrong checksum"
     if chunk := re.search(r"broken PNG file \(chunk b(.+)\)", text):
-        return f"where a chunk should begin is no name of one but {chunk[1]}"
+        return f"a chunk begins with {chunk[1]}, which is no chunk's name"
     if isinstance(error, MemoryError):
         return "decoding it takes more memory than the decoder may use"
     # Plugins raise these texts about the file. Other types of exceptions name variables and functions.
@@ -185,7 +185,7 @@ def _orientation(image: Image.Image) -> object:
 
 
 def _decoded_bytes(data: bytes, image: Image.Image) -> int:
-    """What ``decode_rgb`` allocates at most. image: opened, its pixels not loaded. The numbers of bytes per
+    """What decoding allocates at most. image: opened, its pixels not loaded. The numbers of bytes per
     pixel are those of the decoders' own buffers; ``tests/unit/ingest/test_memory.py`` measures them."""
     num_pixels = image.width * image.height
     stored = {"1": 1, "L": 1, "P": 1, "I;16": 2, "I;16B": 2, "I;16L": 2}.get(image.mode, 4)
@@ -204,7 +204,7 @@ def _decoded_bytes(data: bytes, image: Image.Image) -> int:
             decoder = 8 * image.width * _rows_per_strip(image)
         case _:  # decoders written in Python collect all pixels, in memory that grows, and copy them
             decoder = (3 * stored if codec in _PYTHON_CODECS else 1) * num_pixels
-    if decodes_alone(image):
+    if is_sequential_rgb(image):
         loaded = 3 * num_pixels + decoder
     else:
         strip = STRIP_BYTES * min(num_pixels, STRIP_PIXELS)
@@ -218,50 +218,52 @@ def _rows_per_strip(image: Image.Image) -> int:
     return min(image.height, int(tags.get(_ROWS_PER_STRIP, image.height)))
 
 
-class ImageHeader(NamedTuple):
-    """size: of the upright image. decoded_bytes: what decoding it takes at most, with all copies that live at
-    the same time; the result itself is 3 bytes a pixel of it."""
+@dataclass(frozen=True)
+class OpenImage:
+    """An image file whose header was read. Holds the file's bytes and what its header states, but no decoder:
+    Pillow's keep a canvas (WebP), metadata or a copy of the file, and an image may wait for its turn.
+
+    size: of the upright image. decoded_bytes: what ``decode`` takes at most, with all copies that live at the
+    same time; the result itself is 3 bytes a pixel of it.
+    """
 
     size: ImageSize
     decoded_bytes: int
+    _data: bytes
+    _limits: DecodeLimits
+    _orientation: object
+    _sequential_jpeg: ImageSize | None  # its size as stored; None for other files
+
+    def decode(self, transparent: Transparent = "white") -> torch.Tensor:
+        """The upright first frame as uint8 [H, W, 3], contiguous, owning its memory. transparent: how alpha
+        is handled; see the module. Raises UndecodableImage."""
+        if self._sequential_jpeg is not None:
+            pixels_HWC = decode_jpeg(self._data, self._sequential_jpeg)
+            if pixels_HWC is not None:
+                return torch.from_numpy(upright(pixels_HWC, self._orientation))
+        with _opened(self._data, self._limits) as image:
+            image.load()
+            pixels_HWC = to_rgb(image, transparent)
+            orientation = _orientation(image)  # Pillow has turned a TIFF by now
+        return torch.from_numpy(upright(pixels_HWC, orientation))
 
 
-def read_header(data: bytes, limits: DecodeLimits) -> ImageHeader:
-    """The size of the upright image and the memory for decoding it, from the header only. Takes tens of
-    microseconds for a JPEG file.
+def open_image(data: bytes, limits: DecodeLimits) -> OpenImage:
+    """Reads an image file's header. Takes tens of microseconds for a JPEG file.
 
     Raises UndecodableImage; ImageTooLarge with the number found and the number allowed.
     """
     with _opened(data, limits, header_only=True) as image:
         width, height = image.size
-        num_bytes = _decoded_bytes(data, image)
+        stored = ImageSize(height, width) if is_sequential_rgb(image) else None
+        num_bytes, orientation = _decoded_bytes(data, image), _orientation(image)
         tags = getattr(image, "tag_v2", None)
         if tags is not None:
             # Pillow's size of a TIFF accounts for its orientation tag, but not for an orientation in XMP.
             width, height = tags[_TIFF_WIDTH], tags[_TIFF_LENGTH]
-        if _orientation(image) in _SIDES_SWAPPED:
+        if orientation in _SIDES_SWAPPED:
             width, height = height, width
-    return ImageHeader(ImageSize(height, width), num_bytes)
-
-
-def read_size(data: bytes, limits: DecodeLimits) -> ImageSize:
-    """As ``read_header``, the size alone."""
-    return read_header(data, limits).size
-
-
-def decode_rgb(data: bytes, limits: DecodeLimits, transparent: Transparent = "white") -> torch.Tensor:
-    """The upright first frame as uint8 [H, W, 3], contiguous, owning its memory. transparent: how alpha is
-    handled; see the module.
-
-    Raises UndecodableImage; ImageTooLarge before pixels are decoded.
-    """
-    with _opened(data, limits) as image:
-        pixels_HWC = decode_jpeg(data, image)
-        if pixels_HWC is None:
-            image.load()
-            pixels_HWC = to_rgb(image, transparent)
-        orientation = _orientation(image)
-    return torch.from_numpy(upright(pixels_HWC, orientation))
+    return OpenImage(ImageSize(height, width), num_bytes, data, limits, orientation, stored)
 
 
 def upright(pixels_HWC: np.ndarray, orientation: object) -> np.ndarray:

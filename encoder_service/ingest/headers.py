@@ -162,6 +162,6 @@ def webp_size(data: bytes) -> ImageSize | None:
             (bits,) = struct.unpack_from("<I", data, 21)
             return ImageSize((bits >> 14 & 0x3FFF) + 1, (bits & 0x3FFF) + 1)
         case b"VP8X":
-            width, height = (int.from_bytes(data[place : place + 3], "little") + 1 for place in (24, 27))
+            width, height = (int.from_bytes(data[at : at + 3], "little") + 1 for at in (24, 27))
             return ImageSize(height, width)
     return None

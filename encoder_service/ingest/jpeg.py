@@ -1,8 +1,8 @@
 """Sequential JPEG files to RGB through simplejpeg.
 
 Owns which files are decoded this way: those for which all versions of libjpeg-turbo give the same pixels as
-Pillow, with the exact inverse transform and smooth chroma upsampling. Pillow opens every file first and
-decodes the others.
+Pillow, with the exact inverse transform and smooth chroma upsampling. Pillow reads the header of every file
+and decodes the others.
 
 simplejpeg takes half of Pillow's time and releases the interpreter lock, so that worker threads decode in
 parallel.
@@ -14,24 +14,24 @@ import numpy as np
 import simplejpeg
 from PIL import Image
 
+from encoder_service.ingest.headers import ImageSize
+
 # Other ratios are rare, and versions of libjpeg-turbo differ on some.
 _SUBSAMPLINGS = frozenset({"444", "422", "420"})
 
 
-def decodes_alone(opened: Image.Image) -> bool:
-    """Whether simplejpeg may decode the file. opened: the file as opened by Pillow."""
+def is_sequential_rgb(opened: Image.Image) -> bool:
+    """Whether the file may be decoded by simplejpeg. opened: the file as opened by Pillow."""
     # Versions of libjpeg-turbo smooth incomplete progressive files differently.
     return opened.format in ("JPEG", "MPO") and opened.mode == "RGB" and "progressive" not in opened.info
 
 
-def decode_jpeg(data: bytes, opened: Image.Image) -> np.ndarray | None:
-    """uint8 [H, W, 3] before any rotation. None for a file that Pillow has to decode or refuse, because it is
-    of another kind or damaged. opened: the file as opened by Pillow, with its pixels not loaded."""
-    if not decodes_alone(opened):
-        return None
+def decode_jpeg(data: bytes, size: ImageSize) -> np.ndarray | None:
+    """uint8 [H, W, 3] before any rotation, of a file that ``is_sequential_rgb``. size: as Pillow reads it.
+    None for a file that Pillow has to decode or refuse, because it is of another kind or damaged."""
     try:
         header = simplejpeg.decode_jpeg_header(data, strict=True)
-        if header[:3] != (opened.height, opened.width, "YCbCr") or header[3] not in _SUBSAMPLINGS:
+        if header[:3] != (*size, "YCbCr") or header[3] not in _SUBSAMPLINGS:
             return None
         pixels: np.ndarray = simplejpeg.decode_jpeg(
             data, "RGB", fastdct=False, fastupsample=False, strict=True

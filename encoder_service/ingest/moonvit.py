@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from encoder_service.ingest.decode import DecodeLimits, Transparent
-from encoder_service.ingest.preprocessor import ImagePlan, PatchLayout, Preprocessor, check_range
+from encoder_service.ingest.preprocessor import ImagePlan, Preprocessor, check_range, overridden
 from encoder_service.ingest.resize import normalise_into
 from encoder_service.ingest.settings import MoonViTSettings, MoonViTVideoSettings
 from encoder_service.ingest.video.clip import ClipPlan, ClipRules
@@ -77,6 +77,7 @@ class MoonViTPreprocessor(Preprocessor):
     family = "kimi_k25"
     rules = "moonvit.1"  # change when the same settings give different pixels
     options = ("max_patches", "max_patches_per_side")
+    merges_time = True
     clips: MoonViTClips | None
 
     def __init__(
@@ -115,17 +116,6 @@ class MoonViTPreprocessor(Preprocessor):
         target = limited_size(height, width, patch_size, self.patch_limits(options))
         grid = _padded_grid(1, target, patch_size, self.merge_size)
         return ImagePlan(target, (grid.h * patch_size, grid.w * patch_size), grid)
-
-    @property
-    def patch_layout(self) -> PatchLayout:
-        settings = self.settings
-        return PatchLayout(
-            settings.patch_size,
-            settings.merge_size,
-            temporal_patch_size=1,
-            merges_time=True,
-            normalisation=settings.normalisation,
-        )
 
     def patchify(self, frames_THWC: torch.Tensor) -> torch.Tensor:
         """Patches in row order within a frame, frame by frame: [t, h, w, C, ph, pw]."""
@@ -203,8 +193,7 @@ def _patch_limits(
     for name, ceiling in ceilings._asdict().items():
         if name in given:
             check_range(name, given[name], ceiling)
-    limits = {name: getattr(settings, name) for name in PatchLimits._fields} | given
-    return PatchLimits(*(int(limits[name]) for name in PatchLimits._fields))
+    return PatchLimits(**overridden(PatchLimits._fields, settings, options))
 
 
 def _padded_grid(num_frames: int, target: tuple[int, int], patch_size: int, merge_size: int) -> Grid:

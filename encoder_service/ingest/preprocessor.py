@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import functools
 import json
 import math
 import time
+from collections.abc import Callable, Sequence
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -28,7 +30,7 @@ from encoder_service.errors import (
     PixelTensorMismatch,
     UnsupportedContent,
 )
-from encoder_service.ingest.decode import DecodeLimits, Transparent, decode_rgb, read_header
+from encoder_service.ingest.decode import DecodeLimits, OpenImage, Transparent, open_image
 from encoder_service.ingest.identity import dtype_name
 from encoder_service.ingest.resize import resize_and_pad, resize_bytes
 from encoder_service.ingest.settings import MoonViTSettings, Normalisation, QwenVLSettings
@@ -69,26 +71,37 @@ class PatchLayout(NamedTuple):
     normalisation: Normalisation
 
 
-class ProbedItem(NamedTuple):
-    """decoded_bytes: the most memory that ``load`` takes for pixels."""
+@dataclasses.dataclass(frozen=True)
+class OpenItem:
+    """An image, or patches that the caller made, whose pixels are not decoded. Holds no more memory than the
+    content.
+
+    grid: as the file's header or the caller states it. decoded_bytes: the most memory that ``load`` takes for
+    pixels. load: makes the pixels; must run on a worker thread. Raises UndecodableImage, ImageTooLarge,
+    PixelTensorMismatch, GridMismatch, NonFinitePixels.
+    """
 
     grid: Grid
     decoded_bytes: int
+    load: Callable[[], LoadedPixels]
 
 
 class Preprocessor(abc.ABC):
     """One family's preprocessing with one checkpoint's settings. Stateless and thread-safe.
 
-    family, rules, options: set by a subclass. rules: version of the preprocessing rules in the code. options:
-    the overrides that images accept. fingerprint: 32 bytes over the rules and every setting that changes
-    pixels. patch_dim: elements of one flattened patch. clips: the rules for clips; None if the checkpoint has
-    none. transparent: how alpha is handled.
+    family, rules, options, merges_time: set by a subclass. rules: version of the preprocessing rules in the
+    code. options: the overrides that images accept. merges_time: the tower averages over frames. fingerprint:
+    32 bytes over the rules and every setting that changes pixels. patch_dim: elements of one flattened patch.
+    patch_layout: None if the device's kernel has no such cut; then ``patchify`` runs item by item. clips: the
+    rules for clips; None if the checkpoint has none. transparent: how alpha is handled.
     """
 
     family: ClassVar[str]
     rules: ClassVar[str]
     options: ClassVar[tuple[str, ...]]
+    merges_time: ClassVar[bool] = False
     fingerprint: bytes
+    patch_layout: PatchLayout | None = None
     clips: ClipRules | None = None
 
     def __init__(
@@ -105,6 +118,13 @@ class Preprocessor(abc.ABC):
         self.transparent = transparent
         self.merge_size = settings.merge_size
         self.patch_dim = 3 * frames_per_patch * settings.patch_size**2
+        self.patch_layout = PatchLayout(
+            settings.patch_size,
+            settings.merge_size,
+            frames_per_patch,
+            self.merges_time,
+            settings.normalisation,
+        )
         # JSON writes a float as the shortest text that reads back to the same double, so equal settings give
         # equal bytes on every machine.
         content: dict[str, object] = {"rules": self.rules, "settings": dataclasses.asdict(settings)}
@@ -114,11 +134,6 @@ class Preprocessor(abc.ABC):
             content["transparent"] = transparent
         text = json.dumps(content, sort_keys=True, separators=(",", ":"))
         self.fingerprint = blake3(text.encode()).digest()
-
-    @property
-    def patch_layout(self) -> PatchLayout | None:
-        """None if the device's kernel has no such cut: then ``patchify`` runs item by item."""
-        return None
 
     @property
     def longest_item(self) -> int:
@@ -163,46 +178,39 @@ class Preprocessor(abc.ABC):
         else:
             self.check_values(options)
 
-    def probe(self, item: Item) -> ProbedItem:
-        """What an image file's header tells, or the stated grid of a caller's own pixels. Parses the file, so
-        it must run on a worker thread. Raises UndecodableImage, ImageTooLarge, AspectRatioExceeded,
-        UnsupportedContent."""
+    def open(self, item: Item) -> OpenItem:
+        """Opens an image file or patches. Must run on a worker thread for a file, whose header it reads.
+        Raises UndecodableImage, ImageTooLarge, AspectRatioExceeded, UnsupportedContent."""
         match item.content:
             case EncodedFile(data) if item.modality is Modality.IMAGE:
-                return self.probe_image(data, item.options)
-            case PixelValues(tensor, grid):
-                return ProbedItem(grid, 4 * tensor.numel())
+                return self.open_image(data, item.options)
+            case PixelValues(tensor, grid) as pixels:
+                return OpenItem(grid, 4 * tensor.numel(), functools.partial(self._load_pixels, pixels))
         raise UnsupportedContent(f"{type(item.content).__name__} of {item.modality.value} is no single image")
 
-    def load(self, item: Item) -> LoadedPixels:
-        """The pixels of an item that ``probe`` accepts. Must run on a worker thread. Raises as
-        ``probe``; PixelTensorMismatch, GridMismatch, NonFinitePixels."""
-        match item.content:
-            case EncodedFile(data) if item.modality is Modality.IMAGE:
-                return self.load_image(data, item.options)
-            case PixelValues() as pixels:
-                started_s = time.perf_counter()
-                patches = self.check_pixels(pixels)
-                return LoadedPixels(patches, (time.perf_counter() - started_s) * 1e3, 0.0)
-        raise UnsupportedContent(f"{type(item.content).__name__} of {item.modality.value} is no single image")
+    def open_image(self, data: bytes, options: PreprocessOptions) -> OpenItem:
+        """Opens an image file: reads its header. Raises as ``open``."""
+        image = open_image(data, self.limits)
+        plan = self.plan_image(*image.size, options)
+        num_bytes = max(image.decoded_bytes, resize_bytes(*image.size, plan.target, plan.padded))
+        return OpenItem(plan.grid, num_bytes, functools.partial(self._load_image, image, options))
 
-    def probe_image(self, data: bytes, options: PreprocessOptions) -> ProbedItem:
-        (height, width), decoding_bytes = read_header(data, self.limits)
-        plan = self.plan_image(height, width, options)
-        resizing_bytes = resize_bytes(height, width, plan.target, plan.padded)
-        return ProbedItem(plan.grid, max(decoding_bytes, resizing_bytes))
-
-    def load_image(self, data: bytes, options: PreprocessOptions) -> LoadedPixels:
+    def _load_image(self, image: OpenImage, options: PreprocessOptions) -> LoadedPixels:
         """One decoded, resized and padded frame, with the milliseconds of decoding and of resizing. The grid
         is that of the decoded pixels; the header of a damaged file may state another one."""
         started_s = time.perf_counter()
-        image_HWC = decode_rgb(data, self.limits, self.transparent)
+        image_HWC = image.decode(self.transparent)
         decoded_s = time.perf_counter()
         plan = self.plan_image(image_HWC.shape[0], image_HWC.shape[1], options)
         frames_THWC = resize_and_pad(image_HWC, plan.target, plan.padded).unsqueeze(0)
         resized_s = time.perf_counter()
         decode_ms, resize_ms = (decoded_s - started_s) * 1e3, (resized_s - decoded_s) * 1e3
         return LoadedPixels(FrameItem(frames_THWC, plan.grid), decode_ms, resize_ms)
+
+    def _load_pixels(self, pixels: PixelValues) -> LoadedPixels:
+        started_s = time.perf_counter()
+        patches = self.check_pixels(pixels)
+        return LoadedPixels(patches, (time.perf_counter() - started_s) * 1e3, 0.0)
 
     def open_clip(self, content: EncodedFile | FrameArray, options: PreprocessOptions) -> Clip:
         """Opens a clip, which is then read in pieces. Must run on a worker thread. Raises as
@@ -256,6 +264,12 @@ class Preprocessor(abc.ABC):
                 found=num_rows,
                 needed=grid.num_patches,
             )
+
+
+def overridden(names: Sequence[str], settings: object, options: PreprocessOptions) -> dict[str, int]:
+    """The checkpoint's values of these names, overridden by those of the request."""
+    given = options.given()
+    return {name: int(given.get(name, getattr(settings, name))) for name in names}
 
 
 def check_range(name: str, value: int | float, ceiling: int) -> None:

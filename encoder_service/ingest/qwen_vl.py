@@ -18,7 +18,7 @@ import torch
 
 from encoder_service.errors import AspectRatioExceeded, InvalidOption
 from encoder_service.ingest.decode import DecodeLimits, Transparent
-from encoder_service.ingest.preprocessor import ImagePlan, PatchLayout, Preprocessor, check_range
+from encoder_service.ingest.preprocessor import ImagePlan, Preprocessor, check_range, overridden
 from encoder_service.ingest.resize import normalise_into
 from encoder_service.ingest.settings import QwenVideoSettings, QwenVLSettings
 from encoder_service.ingest.video.clip import ClipPlan, ClipRules
@@ -156,27 +156,12 @@ class QwenVLPreprocessor(Preprocessor):
                 check_range(name, value, ceiling)
         _check_pair(options, "min_pixels", "max_pixels")
 
-    def area_limits(self, options: PreprocessOptions) -> AreaLimits:
-        """The checkpoint's limits, overridden by those of the request."""
-        limits = {name: getattr(self.settings, name) for name in AreaLimits._fields} | options.given()
-        return AreaLimits(*(int(limits[name]) for name in AreaLimits._fields))
-
     def plan_image(self, height: int, width: int, options: PreprocessOptions) -> ImagePlan:
         _check_aspect(height, width, "image is")
         patch_size = self.settings.patch_size
-        target = rounded_size(height, width, patch_size * self.merge_size, self.area_limits(options))
+        area = AreaLimits(**overridden(AreaLimits._fields, self.settings, options))
+        target = rounded_size(height, width, patch_size * self.merge_size, area)
         return ImagePlan(target, target, Grid(1, target[0] // patch_size, target[1] // patch_size))
-
-    @property
-    def patch_layout(self) -> PatchLayout:
-        settings = self.settings
-        return PatchLayout(
-            settings.patch_size,
-            settings.merge_size,
-            temporal_patch_size=settings.temporal_patch_size,
-            merges_time=False,
-            normalisation=settings.normalisation,
-        )
 
     def patchify(self, frames_THWC: torch.Tensor) -> torch.Tensor:
         """Patches in the order [t, H/m, W/m, m, m, C, tp, ph, pw], so that the patches of one merge block are

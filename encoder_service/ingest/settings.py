@@ -145,9 +145,10 @@ class SettingsReader(JsonReader):
         if least > most and self.has(low) == self.has(high):
             raise self.refuse(low, least, f"at most {high} = {most}")
 
-    def check_same(self, images: object, found: Mapping[str, object]) -> None:
-        """Refuses clip settings that differ from the image settings, because one forward pass takes both."""
-        for key, value in found.items():
+    def check_same(self, images: object, sizes: Mapping[str, object]) -> None:
+        """Refuses clip settings whose sizes or normalisation differ from those of images, because one forward
+        pass takes both."""
+        for key, value in {**sizes, "normalisation": self.normalisation()}.items():
             if value != getattr(images, key):
                 raise self.refuse(key, value, f"{getattr(images, key)!r}, as images have")
 
@@ -204,7 +205,7 @@ def parse_qwen_vl(reader: SettingsReader) -> QwenVLSettings:
 def parse_qwen_video(reader: SettingsReader, images: QwenVLSettings) -> QwenVideoSettings:
     """Qwen's clip settings. Raises UnsupportedCheckpoint."""
     sizes = {name: reader.count(name) for name in ("patch_size", "merge_size", "temporal_patch_size")}
-    reader.check_same(images, {**sizes, "normalisation": reader.normalisation()})
+    reader.check_same(images, sizes)
     settings = QwenVideoSettings(
         min_pixels=reader.area("min_pixels", "shortest_edge"),
         max_pixels=reader.area("max_pixels", "longest_edge"),
@@ -257,7 +258,7 @@ def parse_moonvit_video(reader: SettingsReader, images: MoonViTSettings) -> Moon
     if not reader.has("temporal_patch_size"):
         return None
     sizes = {name: reader.square(name) for name in ("patch_size", "merge_size")}
-    reader.check_same(images, {**sizes, "normalisation": reader.normalisation()})
+    reader.check_same(images, sizes)
     return MoonViTVideoSettings(
         max_patches=reader.count("max_patches"),
         max_patches_per_side=_patches_per_side(reader),

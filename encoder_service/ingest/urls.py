@@ -50,7 +50,7 @@ MAX_REDIRECTS = 3
 TIMEOUT_S, CLIP_TIMEOUT_S = 10.0, 60.0
 # Concurrent fetches, each with a connection; others wait. One host of one namespace has about 20 of them.
 MAX_FETCHES = 64
-# Threads that resolve names. One that hangs cannot be ended: it counts until the system gives up.
+# Threads that resolve names. A thread that hangs cannot be ended: it counts until the system gives up.
 MAX_LOOKUPS = 32
 LOOKUP_TIMEOUT_S = 5.0
 MAX_URL_CHARS = 8192
@@ -125,7 +125,7 @@ def check_address(text: str, allowed: Iterable[Network]) -> str:
 @dataclass
 class _Attempt:
     """One request, for the layers below the HTTP client. holder: whose share of the name look-ups it takes.
-    is_fresh: it opened a connection. has_answer: bytes have come."""
+    is_fresh: it opened a connection. has_answer: bytes of the answer have arrived."""
 
     holder: Holder
     is_fresh: bool = False
@@ -149,7 +149,7 @@ class Lookups:
     """Look-ups of names. Used on one event loop.
 
     At most one is in progress for a name: others that ask for it wait for its answer. Holders have shares of
-    MAX_LOOKUPS. A look-up counts until it has ended, also if nobody waits any longer.
+    MAX_LOOKUPS. A look-up counts until it has ended, also after its callers have left.
     """
 
     def __init__(self, resolve: Resolve) -> None:
@@ -177,7 +177,7 @@ class Lookups:
             ) from None
 
     def close(self) -> None:
-        """Waits for no thread."""
+        """Cancels the look-ups. Does not wait for their threads, which cannot be ended."""
         for running in self._running.values():
             running.cancel()
 
@@ -200,7 +200,7 @@ async def resolve_by_system(host: str, port: int) -> Sequence[str]:
 
 
 class AnswerStream(httpcore.AsyncNetworkStream):
-    """A connection that tells the current attempt when bytes of an answer come."""
+    """A connection that notes in the current attempt when bytes of an answer arrive."""
 
     def __init__(self, inner: httpcore.AsyncNetworkStream) -> None:
         self._inner = inner
@@ -422,7 +422,7 @@ class UrlFetcher:
         observe: Callable[[str, float], None] = lambda _outcome, _seconds: None,
     ) -> None:
         """max_bytes, max_clip_bytes: limits of an image's and a clip's body. timeout_s, clip_timeout_s:
-        limits of one URL including its redirects, excluding the wait for a free place. networks: may be
+        limits of one URL including its redirects, excluding the wait for a permit. networks: may be
         contacted although they are not public. observe: receives the outcome (OK, the reason of a failure,
         CANCELLED) and the duration in seconds of every fetch."""
         self._allow = allow
@@ -434,7 +434,7 @@ class UrlFetcher:
             ),
         }
         self._observe = observe
-        self._places = WaitingShares(MAX_FETCHES)
+        self._permits = WaitingShares(MAX_FETCHES)
         self._lookups = Lookups(resolve or resolve_by_system)
         backend = CheckedBackend(networks, self._lookups.find)
         tls = httpcore.default_ssl_context() if tls is None else tls
@@ -468,7 +468,7 @@ class UrlFetcher:
         started_s, outcome = time.monotonic(), "INTERNAL"
         try:
             url = self._allow.check(text)
-            async with self._places.hold(url.below((*holder, modality.value))):
+            async with self._permits.hold(url.below((*holder, modality.value))):
                 body = await self._fetch_in_time(url, self._contents[modality], count_bytes, holder)
             outcome = "OK"
         except asyncio.CancelledError:
@@ -566,7 +566,7 @@ def open_urls(settings: Settings, metrics: Metrics) -> UrlFetcher | None:
         return None
     seconds = Histogram(
         "ve_url_fetch_seconds",
-        "Seconds of fetching one URL item, its wait for a free place included, by outcome.",
+        "Seconds of fetching one URL item, the wait for a permit included, by outcome.",
         ["outcome"],
         buckets=FETCH_BUCKETS_S,
         registry=metrics.registry,

@@ -25,6 +25,10 @@ from encoder_service.ops.shares import Holder, WaitingShares
 Result = TypeVar("Result")
 _Job: TypeAlias = "tuple[Future[Any], Callable[[], Any]]"
 
+# The event loop works on small contents itself, for which a thread takes longer than the work of 0.1 ms: it
+# hashes, parses or decodes this many bytes, or copies that many.
+MAX_HASHED_ON_LOOP_BYTES = 256 << 10
+MAX_COPIED_ON_LOOP_BYTES = 1 << 20
 # How much less urgent than an image a clip's decoding is to the operating system.
 CLIP_NICENESS = 5
 

@@ -12,6 +12,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
+from encoder_service.types import CacheTier, StageTimings
+
 STAGE_BUCKETS_S = (
     0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0
 )  # fmt: skip
@@ -95,8 +97,26 @@ class Metrics:
         """Adds one to the series of a counter with these labels. A label must have few values."""
         counter.labels(*labels).inc()
 
-    def observe_stage(self, stage: str, seconds: float) -> None:
-        self._stages[stage].observe(seconds)
+    def observe_encode(self, timings: StageTimings) -> None:
+        """Observes an encode that has ended: once, however many callers wait for it."""
+        self._observe(timings, "admit", "decode", "resize", "queue", "tower", "store")
+
+    def observe_result(self, tier: CacheTier, num_bytes: int, timings: StageTimings) -> None:
+        """Observes rows that are ready for one caller."""
+        self.count(self.items, tier.value)
+        self.rows_bytes.inc(num_bytes)
+        self._observe(timings, "identify", "total")
+
+    def observe_delivery(self, transport: str, seconds: float) -> None:
+        """Observes rows that one caller has taken, ``seconds`` after they were ready."""
+        self.count(self.deliveries, transport)
+        self._stages["delivery"].observe(seconds)
+
+    def _observe(self, timings: StageTimings, *stages: str) -> None:
+        for stage in stages:
+            milliseconds: float = getattr(timings, f"{stage}_ms")
+            if milliseconds:  # else a stage that this item did not pass
+                self._stages[stage].observe(milliseconds / 1e3)
 
     def gauge(self, name: str, text: str, read: Callable[[], float]) -> None:
         """Registers a gauge whose value is read at scrape time."""

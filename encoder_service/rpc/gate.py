@@ -22,6 +22,7 @@ import grpc
 from google.protobuf.message import Message
 
 from encoder_service.errors import InvalidRequest, TooManyCalls, VisionEncoderError
+from encoder_service.ingest.workers import MAX_COPIED_ON_LOOP_BYTES
 from encoder_service.ops.shares import Holder, Shares, WaitingShares
 from encoder_service.ops.tokens import NamespaceTokens
 from encoder_service.rpc import messages, observed
@@ -43,9 +44,8 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 # Limit of the time from a call's start to the arrival of its message.
 RECEIVE_S = 30.0
-# A message above one of these is walked and parsed on a worker thread, one at a time.
-INLINE_BYTES = 1 << 20
-INLINE_PARTS = 1024
+# A message of more parts, or above MAX_COPIED_ON_LOOP_BYTES, is walked and parsed on a thread, one at a time.
+MAX_PARTS_ON_LOOP = 1024
 # Of calls beside the service's own: health checks and probes; streams that stay, Watch and reflection.
 MAX_SMALL_BYTES = 4096
 MAX_SHORT_CALLS = 1024
@@ -191,10 +191,10 @@ class CallGate:
         self, data: bytes, request_type: type[Request], permit: Permit, holder: Holder
     ) -> Request:
         """Parses a message once what it becomes is counted too. Raises InvalidRequest, QueueFull."""
-        num_parts = INLINE_PARTS + 1
-        if len(data) <= INLINE_BYTES:
-            num_parts = messages.num_parts(data, request_type, INLINE_PARTS)
-        if num_parts <= INLINE_PARTS:
+        num_parts = MAX_PARTS_ON_LOOP + 1
+        if len(data) <= MAX_COPIED_ON_LOOP_BYTES:
+            num_parts = messages.num_parts(data, request_type, MAX_PARTS_ON_LOOP)
+        if num_parts <= MAX_PARTS_ON_LOOP:
             permit.add_bytes(num_parts * messages.PART_BYTES)
             return messages.parsed(data, request_type)
         async with self._large.hold(holder):

@@ -16,14 +16,12 @@ from typing import TypeVar
 from encoder_service.errors import UnknownKey
 from encoder_service.ingest.pixel_segments import PixelSegments
 from encoder_service.ingest.urls import NO_HOLDER, UrlFetcher
+from encoder_service.ingest.workers import MAX_COPIED_ON_LOOP_BYTES
 from encoder_service.ops.shares import Holder
 from encoder_service.rpc import convert
 from encoder_service.scheduler.admission import Admission
 from encoder_service.types import DigestOnly, EncodedFile, Item
 from vision_encoder.v1 import encoder_pb2 as pb
-
-# A tensor in a message below this size is copied on the event loop.
-INLINE_BYTES = 1 << 20
 
 Answer = TypeVar("Answer")
 
@@ -55,7 +53,7 @@ class ItemReader:
     @contextlib.asynccontextmanager
     async def _read(self, message: pb.Item, holder: Holder) -> AsyncIterator[Item]:
         """The item, with content in memory that the service owns."""
-        loop = asyncio.get_running_loop()
+        loop, kind = asyncio.get_running_loop(), message.WhichOneof("content")
         wanted = convert.segment_from_proto(message)
         if wanted is not None and self.segments is not None:
             self.segments.check(wanted)
@@ -69,7 +67,7 @@ class ItemReader:
                     permit.release()
                 else:  # the caller has left, but the worker still writes to the memory
                     reading.add_done_callback(lambda _: loop.call_soon_threadsafe(permit.release))
-        elif message.WhichOneof("content") in ("pixels", "frames") and message.ByteSize() > INLINE_BYTES:
+        elif kind in ("pixels", "frames") and message.ByteSize() > MAX_COPIED_ON_LOOP_BYTES:
             yield await loop.run_in_executor(self.workers, convert.item_from_proto, message)
         else:
             yield convert.item_from_proto(message)

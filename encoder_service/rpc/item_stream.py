@@ -20,7 +20,6 @@ from encoder_service.pipeline import EncodeResult, Pipeline
 from encoder_service.rpc import convert
 from encoder_service.rpc.delivery import Delivery, Wanted
 from encoder_service.rpc.observed import Call
-from encoder_service.rpc.status import failure_of
 from encoder_service.scheduler.admission import UnreadBytes
 from encoder_service.store.embedding_store import Place
 from vision_encoder.v1 import encoder_pb2 as pb
@@ -114,11 +113,7 @@ class ItemStream:
             task = asyncio.current_task()
             if task is not None and task.cancelling():  # the caller has left
                 raise
-            call_failure = self._call.as_call_failure(error, self._num_items)
-            if call_failure is not None:
-                raise call_failure from None
-            failure = failure_of(error)
-            self._call.item_failed(self._pipeline.metrics, failure, index)
+            failure = self._call.item_failure(self._pipeline.metrics, error, index, self._num_items)
             async with self._writing:
                 await self._send(pb.ItemEvent(item_index=index, failure=failure))
             return

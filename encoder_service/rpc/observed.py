@@ -16,7 +16,7 @@ import grpc
 import structlog
 from prometheus_client import Counter
 
-from encoder_service.errors import DeviceFault, Draining, NotReady, Overloaded, VisionEncoderError
+from encoder_service.errors import DeviceFault, Draining, NotReady, Overloaded
 from encoder_service.ops import traces
 from encoder_service.ops.logs import REQUEST_ID_KEY, bind_request, request_id_of
 from encoder_service.ops.metrics import Metrics
@@ -71,20 +71,6 @@ class Call:
             return (f"namespace {namespace}",)
         return holder_of_namespace(self.tokens, self.host, namespace)
 
-    def as_call_failure(self, error: BaseException, num_items: int) -> VisionEncoderError | None:
-        """The failure of an item as the failure of its whole call, so that a gateway sees it and tries
-        another replica. Applies if the call was routed, has one item, and failed because this replica accepts
-        no work now. Otherwise None, and the failure stays the item's."""
-        known = as_service_error(error)
-        is_routed = num_items == 1 and any(name == ROUTING_KEY for name, _ in self.metadata)
-        if not is_routed or not isinstance(known, TAKES_NO_WORK):
-            return None
-        failure = NotReady(known.message) if isinstance(known, DeviceFault) else known
-        span = self.item_spans.pop(0, None)
-        if span is not None:
-            traces.end_failed(span, failure.reason, failure.message)
-        return failure
-
     def open_item(self, index: int) -> None:
         """Starts the item's span, if tracing is on, and makes it current for the rest of this task."""
         span = traces.open_item(index)
@@ -92,13 +78,32 @@ class Call:
             self.item_spans[index] = span
             traces.enter(span)
 
+    def item_failure(
+        self, metrics: Metrics, error: BaseException, index: int, num_items: int
+    ) -> pb.ItemFailure:
+        """Logs and counts the failure of an item, and returns it for the item's event or status. Raises it
+        instead, as the failure of the whole call, if the call was routed, has one item, and this replica
+        accepts no work now: a gateway then tries another replica."""
+        known = as_service_error(error)
+        is_routed = num_items == 1 and any(name == ROUTING_KEY for name, _ in self.metadata)
+        if is_routed and isinstance(known, TAKES_NO_WORK):
+            call_failure = NotReady(known.message) if isinstance(known, DeviceFault) else known
+            self._end_span(index, call_failure.reason, call_failure.message)
+            raise call_failure from None
+        failure = failure_of(error)
+        self.item_failed(metrics, failure, index)
+        return failure
+
     def item_failed(self, metrics: Metrics, failure: pb.ItemFailure, index: int) -> None:
         """Logs and counts an item that failed."""
         report = log.error if failure.reason in OUR_FAULT else log.warning
         self._report(report, "item failed", metrics, metrics.failures, failure, item=index)
+        self._end_span(index, failure.reason, failure.message)
+
+    def _end_span(self, index: int, reason: str, message: str) -> None:
         span = self.item_spans.pop(index, None)
         if span is not None:
-            traces.end_failed(span, failure.reason, failure.message)
+            traces.end_failed(span, reason, message)
 
     def failed(self, metrics: Metrics, failure: pb.ItemFailure, status: str) -> None:
         """Logs and counts a call that failed as a whole."""
@@ -125,8 +130,7 @@ class Call:
     ) -> None:
         """Records that an item's rows, or their place, were sent. now_s: the pipeline's clock."""
         took_s = max(0.0, now_s - delivered.ready_s)
-        metrics.count(metrics.deliveries, transport)
-        metrics.observe_stage("delivery", took_s)
+        metrics.observe_delivery(transport, took_s)
         span = self.item_spans.pop(index, None)
         if span is not None:
             encoded = delivered.encoded

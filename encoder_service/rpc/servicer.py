@@ -22,7 +22,6 @@ from encoder_service.rpc import convert, observed
 from encoder_service.rpc.delivery import Delivery, Wanted
 from encoder_service.rpc.item_reader import ItemReader
 from encoder_service.rpc.item_stream import ItemStream
-from encoder_service.rpc.status import failure_of
 from encoder_service.store.embedding_store import RETRY_AFTER_MS
 from encoder_service.types import EncodedItem, Item
 from vision_encoder.v1 import encoder_pb2 as pb
@@ -90,11 +89,7 @@ class VisionEncoderServicer:
             try:
                 announced = await self._reader.ask(message, announce, holder)
             except Exception as error:
-                call_failure = call.as_call_failure(error, len(request.items))
-                if call_failure is not None:
-                    raise call_failure from None
-                failure = failure_of(error)
-                call.item_failed(self.metrics, failure, index)
+                failure = call.item_failure(self.metrics, error, index, len(request.items))
                 return pb.PrefetchStatus(failure=failure)
             return pb.PrefetchStatus(
                 key=announced.key,

@@ -109,8 +109,7 @@ class Tower(nn.Module, abc.ABC):
 
     def num_rows(self, grid: Grid) -> int:
         """Number of visual tokens of one item."""
-        frames = 1 if self.merges_time else grid.t
-        return frames * grid.h * grid.w // self.merge_size**2
+        return grid.num_rows(self.merge_size, merges_time=self.merges_time)
 
     @abc.abstractmethod
     def check_grid(self, grid: Grid) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lm_adapter.errors import InvalidRequest
-from lm_adapter.items import Modality
+from lm_adapter.items import Grid, Modality
 from lm_adapter.prefill.alignment import Ids, Run, align, placeholder_runs
 from lm_adapter.prefill.alignment import PromptItem as PromptItem
 
@@ -87,10 +87,10 @@ def prompt_item(
     timestamps separate its frames. Kimi (``merges_time``): one unit of h*w/merge^2 rows for any t.
     Raises InvalidRequest for an empty grid and for sides that are not multiples of the merge size.
     """
-    t, h, w = merged_grid(grid, merge_size)
-    if merges_time:
-        return PromptItem(placeholder_id, (h * w,))
-    return PromptItem(placeholder_id, (t * h * w,) if modality is Modality.IMAGE else (h * w,) * t)
+    t, _, _ = merged_grid(grid, merge_size)
+    num_rows = Grid(*map(int, grid)).num_rows(merge_size, merges_time=merges_time)
+    num_units = 1 if merges_time or modality is Modality.IMAGE else t
+    return PromptItem(placeholder_id, (num_rows // num_units,) * num_units)
 
 
 def merged_grid(grid: Sequence[int], merge_size: int) -> tuple[int, int, int]:

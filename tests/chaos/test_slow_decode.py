@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -16,6 +17,7 @@ import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from PIL import Image
 
+from encoder_service.ingest.preprocessor import OpenItem
 from encoder_service.rpc.server import SERVICE
 from encoder_service.types import LoadedPixels, PreprocessOptions
 from lm_adapter import DeadlineExceeded, ImageItem, ItemFailed, VisionEncoderClient
@@ -40,23 +42,26 @@ def gated(found: RunningService) -> Iterator[tuple[threading.Event, Callable[[],
     """Slow photographs wait for the event; how many of them wait now."""
     assert found.service.pipeline is not None
     preprocessor = found.service.pipeline.model.preprocessor
-    original, go_on, waiting = preprocessor.load_image, threading.Event(), list[int]()
+    original, go_on, waiting = preprocessor.open_image, threading.Event(), list[int]()
 
-    def load(data: bytes, options: PreprocessOptions) -> LoadedPixels:
-        with Image.open(io.BytesIO(data)) as opened:
-            is_slow = opened.size == (333, 211)
-        if is_slow:
+    def open_image(data: bytes, options: PreprocessOptions) -> OpenItem:
+        opened = original(data, options)
+
+        def load() -> LoadedPixels:
             waiting.append(1)
             assert go_on.wait(LIMIT_S)
             waiting.pop()
-        return original(data, options)
+            return opened.load()
 
-    preprocessor.load_image = load  # type: ignore[method-assign]
+        with Image.open(io.BytesIO(data)) as image:
+            return replace(opened, load=load) if image.size == (333, 211) else opened
+
+    preprocessor.open_image = open_image  # type: ignore[method-assign]
     try:
         yield go_on, lambda: len(waiting)
     finally:
         go_on.set()
-        preprocessor.load_image = original  # type: ignore[method-assign]
+        preprocessor.open_image = original  # type: ignore[method-assign]
 
 
 def noise() -> bytes:

@@ -9,12 +9,15 @@ process.
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import os
 import signal
 import sys
 import time
 import zlib
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +25,7 @@ from encoder_service.app import serve
 from encoder_service.cli import announce, leave
 from encoder_service.config import parse_settings
 from encoder_service.errors import StartupError
-from encoder_service.ingest.preprocessor import Preprocessor
+from encoder_service.ingest.preprocessor import OpenItem, Preprocessor
 from encoder_service.ops.logs import configure_logs
 from encoder_service.pipeline import EncodeResult, Pipeline
 from encoder_service.types import EncodedFile, Item, LoadedPixels
@@ -81,22 +84,26 @@ def is_first(folder: Path, data: bytes) -> bool:
 
 def patch(crashes: Path) -> None:
     """Marks in a file's bytes have their effect when it is decoded; SIGUSR1 turns the delay on and off."""
-    load, encode = Preprocessor.load, Pipeline.encode
+    open_item, encode = Preprocessor.open, Pipeline.encode
     slow = False
 
     def toggle(*_: object) -> None:
         nonlocal slow
         slow = not slow
 
-    def marked_load(self: Preprocessor, item: Item) -> LoadedPixels:
+    def marked_open(self: Preprocessor, item: Item) -> OpenItem:
         data = item.content.data if isinstance(item.content, EncodedFile) else b""
+        opened = open_item(self, item)
+        return replace(opened, load=functools.partial(marked_load, data, opened.load))
+
+    def marked_load(data: bytes, load: Callable[[], LoadedPixels]) -> LoadedPixels:
         if CRASH in data:
             with crashes.open("a") as file:
                 file.write("asked\n")
             os.kill(os.getpid(), signal.SIGKILL)
         if HOLD in data and is_first(crashes.parent, data):
             time.sleep(int(data.partition(HOLD)[2][:2]))
-        return load(self, item)
+        return load()
 
     async def delayed_encode(self: Pipeline, item: Item, **options: Any) -> EncodeResult:
         if slow:
@@ -104,7 +111,7 @@ def patch(crashes: Path) -> None:
         return await encode(self, item, **options)
 
     signal.signal(signal.SIGUSR1, toggle)
-    Preprocessor.load = marked_load  # type: ignore[method-assign]
+    Preprocessor.open = marked_open  # type: ignore[method-assign]
     Pipeline.encode = delayed_encode  # type: ignore[method-assign]
 
 

@@ -92,7 +92,7 @@ def test_rows_of_the_service_equal_the_float32_tower_and_the_reference(checkpoin
         assert batched.dtype == "bfloat16"
         assert cached.tier is CacheTier.HOST
         assert cached.raw().tobytes() == batched.raw().tobytes()
-        item, _, _ = preprocessor.load_image(one, PreprocessOptions())
+        item, _, _ = preprocessor.open_image(one, PreprocessOptions()).load()
         pixels = preprocessor.patchify(item.frames_THWC.to(CUDA))
         inputs = exact.prepare([item.grid]).to(CUDA).with_pixels(pixels)
         with torch.inference_mode():

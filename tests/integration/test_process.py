@@ -210,12 +210,12 @@ app.DeviceEngine._launch = slow
 HUNG_DECODER = """
 import ctypes
 import encoder_service.app as app
-from encoder_service.ingest.preprocessor import Preprocessor
+from encoder_service.ingest.decode import OpenImage
 from encoder_service.ingest.video.clip import Clip
 def hang(*_):
     print("running", flush=True)
     ctypes.CDLL(None).sleep(600)
-Preprocessor.load_image = Clip._decode_piece = hang
+OpenImage.decode = Clip._decode_piece = hang
 """
 
 

@@ -18,7 +18,7 @@ import torch
 from PIL import Image, ImageOps
 
 from encoder_service.errors import AspectRatioExceeded
-from encoder_service.ingest.decode import DecodeLimits, decode_rgb
+from encoder_service.ingest.decode import DecodeLimits, open_image
 from encoder_service.ingest.preprocessor import Preprocessor
 from encoder_service.ingest.registry import load_preprocessor
 from encoder_service.types import Modality, PreprocessOptions
@@ -89,7 +89,7 @@ def check(
     **overrides: Any,
 ) -> None:
     expected, grid = reference_pixels(reference, array, **overrides)
-    item, _, _ = preprocessor.load_image(image_files.ppm(array), options)
+    item, _, _ = preprocessor.open_image(image_files.ppm(array), options).load()
     where = (array.shape, options)
     assert list(item.grid) == grid, where
     values = preprocessor.patchify(item.frames_THWC)
@@ -242,7 +242,7 @@ def test_the_reference_refuses_the_same_aspects(
     with pytest.raises(ValueError, match="aspect ratio"):
         reference_pixels(reference, array)
     with pytest.raises(AspectRatioExceeded):
-        preprocessor.load_image(image_files.ppm(array), PLAIN)
+        preprocessor.open_image(image_files.ppm(array), PLAIN).load()
     # One step less is fine for both.
     side = min(height, width)
     check(preprocessor, reference, picture(side, 200 * side))
@@ -260,7 +260,7 @@ def test_every_file_as_the_references_loader() -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             expected = np.array(load_image(base64.b64encode(data).decode()))
-        np.testing.assert_array_equal(decode_rgb(data, LIMITS, "drop").numpy(), expected, err_msg=name)
+        np.testing.assert_array_equal(open_image(data, LIMITS).decode("drop").numpy(), expected, err_msg=name)
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "kimi_k25"])
@@ -276,7 +276,7 @@ def test_p42_from_file_bytes_to_pixel_values(family: str, saved: Callable[[Any, 
             warnings.simplefilter("ignore")
             opened = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
             batch = reference(images=[opened], return_tensors="pt")
-        item, _, _ = preprocessor.load_image(data, PLAIN)
+        item, _, _ = preprocessor.open_image(data, PLAIN).load()
         assert list(item.grid) == batch["image_grid_thw"][0].tolist(), name
         values = preprocessor.patchify(item.frames_THWC)
         assert torch.equal(values, batch["pixel_values"].reshape(values.shape)), name

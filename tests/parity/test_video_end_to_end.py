@@ -100,8 +100,8 @@ def test_frames_give_the_rows_of_their_file(served: Served) -> None:
     with VisionEncoderClient(served.service.target) as client:
         of_file = client.encode_one(ClipItem(data))
         of_array = client.encode_one(FramesItem(frames, fps=float(FPS)))
-        places = [round(at_s * FPS) for at_s in of_file.timestamps_s]
-        of_sampled = client.encode_one(FramesItem(frames[places], timestamps_s=of_file.timestamps_s))
+        indices = [round(at_s * FPS) for at_s in of_file.timestamps_s]
+        of_sampled = client.encode_one(FramesItem(frames[indices], timestamps_s=of_file.timestamps_s))
     for other in (of_array, of_sampled):
         assert_close(served.family, other.torch(), of_file.torch(), RELATIVE)
         assert other.timestamps_s == of_file.timestamps_s

@@ -193,11 +193,11 @@ def test_p07_frames_that_were_sampled_before_keep_their_timestamps(
 ) -> None:
     num_frames = random.randint(3, 11)
     frames = clip_files.moving(num_frames, 70, 50)
-    places = sorted(random.sample(range(400), num_frames))
+    indices = sorted(random.sample(range(400), num_frames))
     fps = 24000 / 1001
     metadata = metadata_of(400, fps)
-    metadata.frames_indices = places
-    at_s = tuple(place / fps for place in places)
+    metadata.frames_indices = indices
+    at_s = tuple(index / fps for index in indices)
     clip = open_clip(ours(family), FrameArray(torch.from_numpy(frames), None, at_s))
     pixels, _, _ = expected_of(family, frames, metadata, do_sample_frames=False)
     assert torch.equal(read(clip, ours(family))[0], pixels)

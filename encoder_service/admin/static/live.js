@@ -9,7 +9,7 @@ const NOW_S = 10;
 // How an item was answered, by the tier's name in the service.
 export const TIERS = {
   miss: "encoded",
-  joined: "joined an encode in progress",
+  in_flight: "joined an encode in progress",
   device: "found in the device tier",
   host: "found in the host tier",
 };

@@ -23,9 +23,9 @@ Rules, and what each follows:
   may depend on frames before it (open groups of pictures, gradual refresh). If decoding from a key frame
   fails, the remaining frames are decoded from the first packet on.
 
-A packet's place is its number in file order. Packets pass through the decoder with their place as their
-timestamp, so that each frame carries the place of its packet. For codecs that do not reorder frames, places
-also distinguish frames with equal times; files whose frames are not in the order of their times are refused.
+Packets are numbered in file order. A packet passes through the decoder with its number as its timestamp, so
+that each frame carries the number of its packet. For codecs that do not reorder frames, the numbers also
+distinguish frames with equal times; files whose frames are not in the order of their times are refused.
 For other codecs, files with equal times are refused (more than 1000 frames per second in Matroska, whose
 times are in milliseconds).
 """
@@ -105,7 +105,7 @@ class PacketFact(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Packets at places [first, last] that are decoded together. wanted: places of the frames to keep, in
+    """Packets [first, last], by number, that are decoded together. wanted: packets of the frames to keep, in
     display order."""
 
     first: int
@@ -114,23 +114,23 @@ class Run(NamedTuple):
 
 
 def plan_runs(packets: Sequence[PacketFact], wanted: Sequence[int]) -> list[Run]:
-    """The runs that yield the frames of the packets at the wanted places. wanted: in display order. packets:
-    in file order.
+    """The runs that yield the frames of the wanted packets. wanted: numbers of packets, in display order.
+    packets: in file order.
 
     A frame is decoded from the last key frame that is shown no later than it, because a frame shown between
     two key frames may depend on frames before the second one, even if it is stored after that one.
     """
-    keys = sorted((packet.pts, place) for place, packet in enumerate(packets) if packet.is_key)
-    first = min((place for _, place in keys), default=0)
+    keys = sorted((packet.pts, number) for number, packet in enumerate(packets) if packet.is_key)
+    first = min((number for _, number in keys), default=0)
     runs: list[Run] = []
-    for place in wanted:
-        at = bisect.bisect_right(keys, (packets[place].pts, place)) - 1
-        start = min(keys[at][1] if at >= 0 else first, place)
+    for number in wanted:
+        at = bisect.bisect_right(keys, (packets[number].pts, number)) - 1
+        start = min(keys[at][1] if at >= 0 else first, number)
         if runs and start <= runs[-1].last + 1:
             run = runs[-1]
-            runs[-1] = Run(run.first, max(run.last, place), (*run.wanted, place))
+            runs[-1] = Run(run.first, max(run.last, number), (*run.wanted, number))
         else:
-            runs.append(Run(start, place, (place,)))
+            runs.append(Run(start, number, (number,)))
     return runs
 
 
@@ -150,11 +150,11 @@ class AvFile:
         self._coded_size: tuple[int, int] | None = None  # (width, height) of the first decoded frame
         self._num_planned = 0
         self._packets: list[PacketFact] = []
-        self._shown: list[int] = []  # places, in display order
-        self._first: int | None = None  # place of the first key frame
+        self._shown: list[int] = []  # numbers of packets, in display order
+        self._first: int | None = None  # packet of the first key frame
         self._starts_at_recovery_point = False
-        self._doubtful: frozenset[int] = frozenset()  # places at which errors are those of a cut
-        self._places: dict[tuple[int | None, int | None], int] = {}
+        self._doubtful: frozenset[int] = frozenset()  # packets whose errors are those of a cut
+        self._numbers: dict[tuple[int | None, int | None], int] = {}
         with decoder_errors(self._num_bytes, self._name):
             # The demuxer must not open other files, and no decoder may run before the limits are checked.
             self._file = av.open(
@@ -239,20 +239,22 @@ class AvFile:
         for packet in self._file.demux(self._stream):
             if not packet.size:
                 continue  # the flush packet at the end
-            place, pts = len(self._packets), _pts_of(packet)
+            number, pts = len(self._packets), _pts_of(packet)
             if packet.is_corrupt or pts is None:
                 what = "is damaged" if packet.is_corrupt else "has no time"
-                raise UndecodableClip(f"packet {place} of the {self._name} file's video {what}", packet=place)
-            self._packets.append(PacketFact(pts, _is_key(packet, codec, place)))
-            self._places[packet.pts, packet.pos] = place
+                raise UndecodableClip(
+                    f"packet {number} of the {self._name} file's video {what}", packet=number
+                )
+            self._packets.append(PacketFact(pts, _is_key(packet, codec, number)))
+            self._numbers[packet.pts, packet.pos] = number
             end = max(end, pts + (packet.duration or 0))
             if not packet.is_discard and not (codec == "vp8" and not bytes(packet)[0] & _VP8_SHOWN):
-                self._shown.append(place)
-            if self._first is None and self._packets[place].is_key:
-                self._first = place
+                self._shown.append(number)
+            if self._first is None and self._packets[number].is_key:
+                self._first = number
                 self._starts_at_recovery_point = codec == "h264" and _is_recovery_point(packet, self._stream)
-            check_num_frames(place + 1, self._limits)
-            if codec != "vp8" and place + 1 - len(self._shown) > MAX_HIDDEN:
+            check_num_frames(number + 1, self._limits)
+            if codec != "vp8" and number + 1 - len(self._shown) > MAX_HIDDEN:
                 raise ClipTooLarge(
                     f"the {self._name} file has over {MAX_HIDDEN} frames that its edit list hides, the limit",
                     max_hidden=MAX_HIDDEN,
@@ -261,12 +263,12 @@ class AvFile:
             self._skip_undecodable(self._first)
         if not self._shown:
             raise UndecodableClip(f"the {self._name} file's video has 0 frames, needs 1", num_frames=0)
-        shown_at = [self._packets[place].pts for place in self._shown]
+        shown_at = [self._packets[number].pts for number in self._shown]
         if shown_at != sorted(shown_at) if codec in IN_DISPLAY_ORDER else len({*shown_at}) < len(shown_at):
             raise UndecodableClip(
                 f"the times of the {self._name} file's {codec} frames do not tell their order"
             )
-        self._shown.sort(key=lambda place: self._packets[place].pts)
+        self._shown.sort(key=lambda number: self._packets[number].pts)
         return self._rate(min(shown_at), max(shown_at), end)
 
     def _skip_undecodable(self, first: int) -> None:
@@ -274,40 +276,40 @@ class AvFile:
         shown ones. Decodes the frames that follow the first key frame and are shown before it, and from an
         H.264 recovery point on until a frame comes."""
         codec, start = self._stream.codec_context.name, self._packets[first].pts
-        self._shown = [place for place in self._shown if place >= first]
+        self._shown = [number for number in self._shown if number >= first]
         near = range(first + 1, min(len(self._packets), first + 1 + MAX_LEADING))
-        early = frozenset(place for place in near if self._packets[place].pts < start)
+        early = frozenset(number for number in near if self._packets[number].pts < start)
         leading = early.intersection(self._shown)
         if codec in IN_DISPLAY_ORDER or not (leading or self._starts_at_recovery_point):
             return
         if leading:
             decoded = self._try(Run(first, max(leading), ()), early)
             undecodable = leading - decoded
-            self._shown = [place for place in self._shown if place not in undecodable]
+            self._shown = [number for number in self._shown if number not in undecodable]
             # The frames behind them may tell the decoder to release frames that were cut away.
             num_behind = H264_FRAMES if undecodable and codec == "h264" else 0
             self._doubtful = undecodable.union(range(max(leading) + 1, max(leading) + 1 + num_behind))
         else:
             decoded = self._try(Run(first, near[-1] if near else first, ()), early, until_frame=True)
-            start = min((self._packets[place].pts for place in decoded), default=start)
-            self._shown = [place for place in self._shown if self._packets[place].pts >= start]
+            start = min((self._packets[number].pts for number in decoded), default=start)
+            self._shown = [number for number in self._shown if self._packets[number].pts >= start]
 
     def _try(self, run: Run, doubtful: frozenset[int], *, until_frame: bool = False) -> set[int]:
-        """The places in the run whose frames the decoder gives, or of its first frame. Raises UndecodableClip
-        for damage outside of the doubtful places."""
+        """The packets in the run whose frames the decoder gives, or that of its first frame. Raises
+        UndecodableClip for damage outside of the doubtful packets."""
         self._check_cost([run])
         self._decoder.thread_count = 1  # so that an error is that of the packet just given
         decoded: set[int] = set()
-        for packet, place in self._seek(run):
-            packet.pts = place
+        for packet, number in self._seek(run):
+            packet.pts = number
             try:
-                decoded |= set(_sound_places(self._decoder.decode(packet)))
+                decoded |= set(_sound_packets(self._decoder.decode(packet)))
             except av.error.FFmpegError:
-                if place not in doubtful:
+                if number not in doubtful:
                     raise
             if decoded and until_frame:
                 break
-        return decoded | set(_sound_places(self._decoder.decode(None)))
+        return decoded | set(_sound_packets(self._decoder.decode(None)))
 
     def _held_bytes(self, frame: VideoFrame) -> int:
         """Memory of the decoder and of converting one frame at most: frames to predict from, one for each
@@ -357,7 +359,7 @@ class AvFile:
                     yield frame
             return
         except (av.error.FFmpegError, UndecodableClip):
-            wanted = [place for run in runs for place in run.wanted]
+            wanted = [number for run in runs for number in run.wanted]
             rest = Run(self._first or 0, max(run.last for run in runs), tuple(wanted[num_done:]))
             if rest == runs[0]:
                 raise
@@ -388,18 +390,18 @@ class AvFile:
         no other frame depends on."""
         decoder, start = self._decoder, self._packets[run.first].pts
         decoder.flush_buffers()
-        for packet, place in self._seek(run):
+        for packet, number in self._seek(run):
             if self._is_stopped:
                 break
-            if packet.is_disposable and place not in wanted:
+            if packet.is_disposable and number not in wanted:
                 continue
             # Hidden frames before an open group's first frame depend on frames that were cut away.
-            if packet.is_discard and self._packets[place].pts < start:
+            if packet.is_discard and self._packets[number].pts < start:
                 continue
-            packet.pts = place
-            decoder.skip_frame = "DEFAULT" if place in wanted else "NONREF"
+            packet.pts = number
+            decoder.skip_frame = "DEFAULT" if number in wanted else "NONREF"
             # What cannot be decoded is given to the decoder all the same, because it counts frames.
-            with contextlib.suppress(*((av.error.FFmpegError,) if place in self._doubtful else ())):
+            with contextlib.suppress(*((av.error.FFmpegError,) if number in self._doubtful else ())):
                 for frame in decoder.decode(packet):
                     yield self._checked(frame)
         decoder.skip_frame = "DEFAULT"
@@ -407,29 +409,29 @@ class AvFile:
             yield self._checked(frame)
 
     def _seek(self, run: Run) -> Iterator[tuple[Packet[VideoStream], int]]:
-        """The run's packets with their places, in file order. Raises UndecodableClip if the seek lands after
+        """The run's packets with their numbers, in file order. Raises UndecodableClip if the seek lands after
         the first one."""
         is_started = False
         for packet in self._packets_from(run.first):
-            place = self._places.get((packet.pts, packet.pos))
-            if place is None or not (is_started or place <= run.first):
+            number = self._numbers.get((packet.pts, packet.pos))
+            if number is None or not (is_started or number <= run.first):
                 break
-            if place >= run.first:
+            if number >= run.first:
                 is_started = True
-                yield packet, place
-            if place == run.last:
+                yield packet, number
+            if number == run.last:
                 return
         raise UndecodableClip(f"the {self._name} file's index leads past its frame at packet {run.first}")
 
     def _packets_from(self, first: int) -> Iterator[Packet[VideoStream]]:
-        """The packets from one at or before the place on. Some demuxers cannot seek in a file that starts
+        """The packets from ``first`` or one before it on. Some demuxers cannot seek in a file that starts
         between two key frames; it is read from its beginning then."""
         for pts, any_frame in ((self._packets[first].pts, False), (_BEGINNING, True)):
             with contextlib.suppress(av.error.PermissionError):
                 self._file.seek(pts, stream=self._stream, any_frame=any_frame)
                 packets = self._file.demux(self._stream)
                 packet = next(packets)
-                if any_frame or self._places.get((packet.pts, packet.pos), first + 1) <= first:
+                if any_frame or self._numbers.get((packet.pts, packet.pos), first + 1) <= first:
                     return itertools.chain([packet], packets)
         return iter(())
 
@@ -477,14 +479,14 @@ class AvFile:
         return self._transparent != "drop" and any(part.is_alpha for part in frame.format.components)
 
 
-def _sound_places(frames: Iterable[VideoFrame]) -> Iterator[int]:
+def _sound_packets(frames: Iterable[VideoFrame]) -> Iterator[int]:
     return (frame.pts for frame in frames if frame.pts is not None and not frame.is_corrupt)
 
 
-def _is_key(packet: Packet[VideoStream], codec: str, place: int) -> bool:
+def _is_key(packet: Packet[VideoStream], codec: str, number: int) -> bool:
     """Whether decoding can start at the packet."""
     if codec == "gif":  # every frame is marked as a key frame, but is drawn over the frame before it
-        return place == 0
+        return number == 0
     if codec in ("mpeg1video", "mpeg2video"):
         # QuickTime files mark none, which marks all. A picture's header tells (ISO/IEC 13818-2, 6.2.3).
         _, found, picture = bytes(packet).partition(b"\0\0\1\0")

@@ -167,7 +167,7 @@ class _Walk:
 
     def _count(self, table: Box) -> None:
         data, at = self._data, table.start
-        first, second = (int.from_bytes(data[place : place + 4], "big") for place in (at + 4, at + 8))
+        first, second = (int.from_bytes(data[offset : offset + 4], "big") for offset in (at + 4, at + 8))
         self._num_tables += 1
         match table.kind:
             case b"elst":
@@ -188,18 +188,18 @@ class _Walk:
             )
 
     def _check_index(self, index: Box, outer: set[int]) -> None:
-        """Raises UndecodableClip if a segment index that covers the file leads to where no box begins. The
-        demuxer reads boxes from there (ISO/IEC 14496-12, section 8.16.3)."""
+        """Raises UndecodableClip if a segment index that covers the file leads to an offset at which no box
+        begins. The demuxer reads boxes from there (ISO/IEC 14496-12, section 8.16.3)."""
         data, start = self._data, index.start
         width = 8 if data[start : start + 1] > b"\0" else 4
         start += 12 + width
         at = index.end + int.from_bytes(data[start : start + width], "big")
         start += width + 4
-        places = []
+        offsets = []
         for entry in range(start, start + 12 * int.from_bytes(data[start - 2 : start], "big"), 12):
-            places.append(at)
+            offsets.append(at)
             at += int.from_bytes(data[entry : entry + 4], "big") & 0x7FFFFFFF
-        if (at == len(data) or data[at + 4 : at + 8] == b"mfra") and not outer.issuperset(places):
+        if (at == len(data) or data[at + 4 : at + 8] == b"mfra") and not outer.issuperset(offsets):
             raise UndecodableClip("the MP4 file's segment index leads to offsets at which no box begins")
 
 

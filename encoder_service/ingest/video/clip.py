@@ -235,9 +235,9 @@ class Clip:
         height, width = plan.grid.h * patch_size, plan.grid.w * patch_size
         frames_THWC = torch.empty((count, height, width, 3), dtype=torch.uint8)
         started_s = time.perf_counter()
-        for place, image_HWC in enumerate(itertools.islice(self._frames, count)):
+        for index, image_HWC in enumerate(itertools.islice(self._frames, count)):
             decoded_s = time.perf_counter()
-            frames_THWC[place] = resize_and_pad(image_HWC, (plan.height, plan.width), (height, width))
+            frames_THWC[index] = resize_and_pad(image_HWC, (plan.height, plan.width), (height, width))
             resized_s = time.perf_counter()
             self.decode_ms += (decoded_s - started_s) * 1e3
             self.resize_ms += (resized_s - decoded_s) * 1e3

@@ -94,8 +94,8 @@ def _gif_ends(data: bytes) -> tuple[int, int]:
     whole, as for browsers; of one that ends within a block, the first offset is beyond the data (GIF89a,
     sections 15 and 18 to 27)."""
 
-    def table_bytes(place: int) -> int:
-        flags = data[place] if place < len(data) else 0
+    def table_bytes(offset: int) -> int:
+        flags = data[offset] if offset < len(data) else 0
         return 3 << ((flags & 7) + 1) if flags & 0x80 else 0
 
     at = pictures_end = 13 + table_bytes(10)
@@ -144,7 +144,7 @@ def _elements(data: bytes, start: int, end: int) -> Iterator[_Element]:
 
 
 def _doc_type(data: bytes) -> bytes | None:
-    """What an EBML file's header states that the file is; None if it states nothing."""
+    """The document type in an EBML file's header; None if it states none."""
     for header in _elements(data, 0, len(data)):
         for element in _elements(data, header.start, min(header.end or 0, len(data), header.start + 4096)):
             if element.identity == _DOC_TYPE:

@@ -223,10 +223,10 @@ def _check_timestamps(timestamps_s: Sequence[float], num_frames: int) -> None:
             found=len(timestamps_s),
             needed=num_frames,
         )
-    for place, (previous_s, at_s) in enumerate(pairwise([0.0, *timestamps_s])):
+    for index, (previous_s, at_s) in enumerate(pairwise([0.0, *timestamps_s])):
         if not (math.isfinite(at_s) and at_s >= previous_s):
             raise InvalidRequest(
-                f"timestamp {place} is {at_s} s, needed is a finite number of at least {previous_s} s",
+                f"timestamp {index} is {at_s} s, needed is a finite number of at least {previous_s} s",
                 found=at_s,
                 needed=previous_s,
             )

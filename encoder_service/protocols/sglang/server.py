@@ -28,12 +28,13 @@ from starlette.routing import Route
 from encoder_service import errors
 from encoder_service.config import Settings
 from encoder_service.errors import InvalidRequest
+from encoder_service.ingest.workers import MAX_HASHED_ON_LOOP_BYTES
 from encoder_service.ops.http_server import read_body
 from encoder_service.ops.logs import REQUEST_ID_KEY, bind_request, request_id_of
 from encoder_service.ops.metrics import Metrics
 from encoder_service.ops.shares import Holder
 from encoder_service.own_thread import on_own_thread
-from encoder_service.pipeline import INLINE_BYTES, EncodeResult, holder_of
+from encoder_service.pipeline import EncodeResult, holder_of
 from encoder_service.protocols.base import Backend
 from encoder_service.protocols.sglang.push import Part, clip_times_s, head_frame, payload
 from encoder_service.protocols.sglang.receivers import AwaitedReceivers
@@ -274,8 +275,8 @@ class SglangServer:
             call.delivered(self._metrics, result, index, "zmq", self._backend.pipeline.clock())
 
     async def _on_worker(self, num_bytes: int, function: Callable[..., Answer], *arguments: object) -> Answer:
-        """The function's result, computed on a worker if it has more than INLINE_BYTES to work on."""
-        if num_bytes <= INLINE_BYTES or self._backend is None:
+        """The function's result. Computed on a worker above MAX_HASHED_ON_LOOP_BYTES."""
+        if num_bytes <= MAX_HASHED_ON_LOOP_BYTES or self._backend is None:
             return function(*arguments)
         return await self._backend.pipeline.workers.run(holder_of(NAMESPACE), function, *arguments)
 

@@ -29,6 +29,7 @@ from encoder_service.config import Settings
 from encoder_service.errors import InvalidRequest, UnsupportedContent
 from encoder_service.ingest.identity import check_digest, dtype_name
 from encoder_service.ingest.pixel_segments import FOLDER, PixelSegments
+from encoder_service.ingest.workers import MAX_COPIED_ON_LOOP_BYTES
 from encoder_service.json_reader import JsonReader
 from encoder_service.ops.logs import REQUEST_ID_KEY, bind_request, request_id_of
 from encoder_service.ops.metrics import Metrics
@@ -44,7 +45,7 @@ from encoder_service.protocols.tokenspeed.sending import RankSender
 from encoder_service.protocols.zmq_push import Receivers, Sender
 from encoder_service.rpc import convert, observed
 from encoder_service.rpc.gate import CallGate, CallPermits
-from encoder_service.rpc.item_reader import INLINE_BYTES, ItemReader
+from encoder_service.rpc.item_reader import ItemReader
 from encoder_service.rpc.server import GrpcServer
 from encoder_service.scheduler.admission import Admission, UnreadBytes
 from encoder_service.types import Item
@@ -169,7 +170,7 @@ class EncodeCalls:
         match message.encoder_input.WhichOneof("payload"):
             case "shm":
                 return await self.reader.ask(wire.segment_item(message, modality, grid), question)
-            case "inline" if message.ByteSize() > INLINE_BYTES:
+            case "inline" if message.ByteSize() > MAX_COPIED_ON_LOOP_BYTES:
                 holder, workers = holder_of(NAMESPACE), self.pipeline.workers
                 return await question(await workers.run(holder, wire.inline_item, message, modality, grid))
             case "inline":

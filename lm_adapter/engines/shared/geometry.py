@@ -46,8 +46,7 @@ class Geometry:
 
     def num_rows(self, grid: Grid) -> int:
         """Visual tokens of one item of this grid."""
-        frames = 1 if self.merges_time else grid.t
-        return frames * grid.h * grid.w // self.merge_size**2
+        return grid.num_rows(self.merge_size, merges_time=self.merges_time)
 
     def num_bytes(self, grid: Grid) -> int:
         return self.num_rows(grid) * self.width * ITEMSIZE_BYTES[self.dtype]

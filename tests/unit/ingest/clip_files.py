@@ -43,8 +43,8 @@ def moving(
     step = max(1, width // 16)
     return np.stack(
         [
-            np.roll(picture, place * step, axis=1) // 2 + np.uint8(place * 7 % 128)
-            for place in range(num_frames)
+            np.roll(picture, index * step, axis=1) // 2 + np.uint8(index * 7 % 128)
+            for index in range(num_frames)
         ]
     )
 
@@ -90,9 +90,9 @@ def encode(
             stream.codec_context.time_base = time_base
             if audio:
                 _add_tone(out, frames.shape[0] / fps)
-            for place, image in enumerate(frames):
+            for index, image in enumerate(frames):
                 frame = av.VideoFrame.from_ndarray(image, format="rgb24")
-                frame.pts = place if pts is None else pts[place]
+                frame.pts = index if pts is None else pts[index]
                 frame.time_base = time_base
                 for packet in stream.encode(frame):
                     out.mux(packet)
@@ -111,10 +111,10 @@ def audio_only(container: str = "mp4") -> bytes:
 
 def _add_tone(out: av.container.OutputContainer, seconds: float) -> None:
     stream = out.add_stream("aac", rate=16_000)
-    for place in range(max(1, int(seconds * 16_000) // 1024)):
-        samples = np.sin(np.arange(1024, dtype=np.float32) + place)[None]
+    for index in range(max(1, int(seconds * 16_000) // 1024)):
+        samples = np.sin(np.arange(1024, dtype=np.float32) + index)[None]
         frame = av.AudioFrame.from_ndarray(samples.astype(np.float32), format="fltp", layout="mono")
-        frame.sample_rate, frame.pts = 16_000, place * 1024
+        frame.sample_rate, frame.pts = 16_000, index * 1024
         for packet in stream.encode(frame):
             out.mux(packet)
     for packet in stream.encode(None):
@@ -141,9 +141,9 @@ def frames_of(
 
 def patched_matrix(data: bytes, matrix: tuple[int, int, int, int]) -> bytes:
     """An MP4 whose video track has the display matrix [a b; c d], whatever it had before."""
-    place = data.index(b"tkhd")
-    version = data[place + 4]
-    start = place + 4 + (52 if version else 40)
+    index = data.index(b"tkhd")
+    version = data[index + 4]
+    start = index + 4 + (52 if version else 40)
     a, b, c, d = (value << 16 for value in matrix)
     packed = struct.pack(">9i", a, b, 0, c, d, 0, 0, 0, 1 << 30)
     return data[:start] + packed + data[start + 36 :]
@@ -155,8 +155,8 @@ def cut(data: bytes, num_packets: int, container: str) -> bytes:
     with av.open(io.BytesIO(data)) as source, av.open(file, "w", format=container) as out:
         stream = source.streams.video[0]
         copied = out.add_stream_from_template(stream)
-        for place, packet in enumerate(source.demux(stream)):
-            if packet.size and place >= num_packets:
+        for index, packet in enumerate(source.demux(stream)):
+            if packet.size and index >= num_packets:
                 packet.stream = copied
                 out.mux(packet)
     return file.getvalue()
@@ -168,9 +168,9 @@ def transparent(rgba_THWC: np.ndarray, codec: str = "libvpx-vp9", fps: int = 10)
     with av.open(file, "w", format="webm") as out:
         stream = out.add_stream(codec, rate=fps, options={"auto-alt-ref": "0", "crf": "4", "b": "0"})
         stream.height, stream.width, stream.pix_fmt = *rgba_THWC.shape[1:3], "yuva420p"
-        for place, image in enumerate(rgba_THWC):
+        for index, image in enumerate(rgba_THWC):
             frame = av.VideoFrame.from_ndarray(image, format="rgba")
-            frame.pts, frame.time_base = place, Fraction(1, fps)
+            frame.pts, frame.time_base = index, Fraction(1, fps)
             out.mux(stream.encode(frame))
         out.mux(stream.encode(None))
     return file.getvalue()

@@ -15,7 +15,7 @@ import torch
 from PIL import Image, ImageOps
 
 from encoder_service.errors import ImageTooLarge, UndecodableImage
-from encoder_service.ingest.decode import ALLOWED_FORMATS, DecodeLimits, decode_rgb, read_size
+from encoder_service.ingest.decode import ALLOWED_FORMATS, DecodeLimits, open_image
 from tests.unit.ingest import image_files
 
 LIMITS = DecodeLimits(max_encoded_bytes=1 << 24, max_image_pixels=1 << 24)
@@ -34,11 +34,12 @@ def loaded(data: bytes) -> np.ndarray:
 @pytest.mark.parametrize("name", UPRIGHT_AND_TURNED)
 def test_every_format_mode_and_orientation(name: str) -> None:
     data = UPRIGHT_AND_TURNED[name]
-    pixels, expected = decode_rgb(data, LIMITS, "drop"), loaded(data)
+    image, expected = open_image(data, LIMITS), loaded(data)
+    pixels = image.decode("drop")
     assert pixels.dtype == torch.uint8
     assert pixels.is_contiguous()
     np.testing.assert_array_equal(pixels.numpy(), expected)
-    assert read_size(data, LIMITS) == expected.shape[:2]
+    assert image.size == expected.shape[:2]
 
 
 def test_every_allowed_format_is_covered() -> None:
@@ -52,15 +53,17 @@ def test_orientations_behind_the_pixels(name: str) -> None:
     width, height = random.sample(range(1, 200), 2)
     data, is_turned = image_files.odd_pngs(width, height)[name]
     assert loaded(data).shape[:2] == ((width, height) if is_turned else (height, width))
-    assert read_size(data, LIMITS) == decode_rgb(data, LIMITS).shape[:2] == loaded(data).shape[:2]
+    image = open_image(data, LIMITS)
+    assert image.size == image.decode().shape[:2] == loaded(data).shape[:2]
 
 
 @pytest.mark.parametrize("block", [b"\xff" * 40, b"MM\0*\0\0\0\x08\0\x09", b"II*\0\xff\xff\xff\x7f", b""])
 def test_damaged_exif_counts_as_upright(block: bytes) -> None:
     plain = image_files.encode(image_files.image("RGB"), "PNG")
     data = image_files.png_with_late_chunk(plain, image_files.png_chunk(b"eXIf", block))
-    np.testing.assert_array_equal(decode_rgb(data, LIMITS).numpy(), loaded(plain))
-    assert read_size(data, LIMITS) == loaded(plain).shape[:2]
+    image = open_image(data, LIMITS)
+    np.testing.assert_array_equal(image.decode().numpy(), loaded(plain))
+    assert image.size == loaded(plain).shape[:2]
 
 
 def text_on_clear_ground(mode: str) -> bytes:
@@ -78,52 +81,49 @@ def text_on_clear_ground(mode: str) -> bytes:
 @pytest.mark.parametrize("mode", ["RGBA", "LA", "P"])
 def test_p42_black_text_on_transparent_ground_stays_readable(mode: str) -> None:
     data = text_on_clear_ground(mode)
-    pixels = decode_rgb(data, LIMITS)
+    pixels = open_image(data, LIMITS).decode()
     assert set(pixels.unique().tolist()) == {0, 255}
     assert pixels[0, 0].tolist() == [255] * 3
     assert pixels[10, 5].tolist() == [0] * 3
-    assert not decode_rgb(data, LIMITS, "drop").any()
+    assert not open_image(data, LIMITS).decode("drop").any()
 
 
 def test_p42_alpha_is_blended_with_white_or_dropped() -> None:
     rgba = image_files.pixels(channels=4)
     data = image_files.encode(Image.fromarray(rgba), "PNG")
-    np.testing.assert_array_equal(decode_rgb(data, LIMITS, "drop").numpy(), rgba[:, :, :3])
+    np.testing.assert_array_equal(open_image(data, LIMITS).decode("drop").numpy(), rgba[:, :, :3])
     share = rgba[:, :, 3:] / 255
     blended = rgba[:, :, :3] * share + 255 * (1 - share)
-    assert np.abs(decode_rgb(data, LIMITS).numpy() - blended).max() <= 1
+    assert np.abs(open_image(data, LIMITS).decode().numpy() - blended).max() <= 1
 
 
 def test_encoded_bytes_are_limited() -> None:
     data = FILES["png-RGB"]
     limits = DecodeLimits(max_encoded_bytes=len(data) - 1, max_image_pixels=1 << 20)
-    for read in (read_size, decode_rgb):
-        with pytest.raises(ImageTooLarge, match=f"{len(data)} bytes, the limit is {len(data) - 1}"):
-            read(data, limits)
+    with pytest.raises(ImageTooLarge, match=f"{len(data)} bytes, the limit is {len(data) - 1}"):
+        open_image(data, limits)
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_pixels_are_limited_at_the_exact_number(name: str) -> None:
-    height, width = read_size(FILES[name], LIMITS)
-    decode_rgb(FILES[name], DecodeLimits(1 << 24, height * width))
-    for read in (read_size, decode_rgb):
-        with pytest.raises(ImageTooLarge) as caught:
-            read(FILES[name], DecodeLimits(1 << 24, height * width - 1))
-        assert caught.value.details["found_pixels"] == str(height * width)
-        assert caught.value.details["max_image_pixels"] == str(height * width - 1)
+    height, width = open_image(FILES[name], LIMITS).size
+    open_image(FILES[name], DecodeLimits(1 << 24, height * width)).decode()
+    with pytest.raises(ImageTooLarge) as caught:
+        open_image(FILES[name], DecodeLimits(1 << 24, height * width - 1))
+    assert caught.value.details["found_pixels"] == str(height * width)
+    assert caught.value.details["max_image_pixels"] == str(height * width - 1)
 
 
 @pytest.mark.parametrize("name", image_files.bombs(12000, 9000))
 def test_bombs_are_refused_before_anything_is_allocated(name: str) -> None:
     data = image_files.bombs(12000, 9000)[name]
     assert len(data) < 8192
-    for read in (read_size, decode_rgb):
-        before, started = _peak_rss_bytes(), time.thread_time()
-        with pytest.raises(ImageTooLarge) as caught:
-            read(data, DecodeLimits(1 << 20, 100_000_000))
-        assert time.thread_time() - started < 1
-        assert _peak_rss_bytes() - before < 50 << 20  # the pixels alone would take 309 MiB
-        assert caught.value.details == {"found_pixels": "108000000", "max_image_pixels": "100000000"}
+    before, started = _peak_rss_bytes(), time.thread_time()
+    with pytest.raises(ImageTooLarge) as caught:
+        open_image(data, DecodeLimits(1 << 20, 100_000_000))
+    assert time.thread_time() - started < 1
+    assert _peak_rss_bytes() - before < 50 << 20  # the pixels alone would take 309 MiB
+    assert caught.value.details == {"found_pixels": "108000000", "max_image_pixels": "100000000"}
 
 
 def _peak_rss_bytes() -> int:
@@ -141,9 +141,8 @@ def _peak_rss_bytes() -> int:
     ],
 )
 def test_what_is_no_image_is_named(data: bytes, text: str) -> None:
-    for read in (read_size, decode_rgb):
-        with pytest.raises(UndecodableImage, match=text):
-            read(data, LIMITS)
+    with pytest.raises(UndecodableImage, match=text):
+        open_image(data, LIMITS)
 
 
 @pytest.mark.parametrize("kind", ["EPS", "PDF", "PSD", "FITS", "ICNS", "XPM", "ICO"])
@@ -154,7 +153,7 @@ def test_formats_off_the_list_are_not_opened(kind: str) -> None:
     else:
         data = {"PSD": b"8BPS\0\1" + b"\0" * 60, "FITS": b"SIMPLE  =" + b" " * 80, "XPM": b"/* XPM */"}[kind]
     with pytest.raises(UndecodableImage):
-        decode_rgb(data, LIMITS)
+        open_image(data, LIMITS)
 
 
 def icon(kind: bytes) -> bytes:
@@ -181,9 +180,8 @@ def icon(kind: bytes) -> bytes:
     ],
 )
 def test_p54_a_format_off_the_list_is_refused_by_name(data: bytes, name: str) -> None:
-    for read in (read_size, decode_rgb):
-        with pytest.raises(UndecodableImage, match=f"{name}.*; readable formats are JPEG, PNG"):
-            read(data, LIMITS)
+    with pytest.raises(UndecodableImage, match=f"{name}.*; readable formats are JPEG, PNG"):
+        open_image(data, LIMITS)
 
 
 @pytest.mark.parametrize(
@@ -201,7 +199,7 @@ def test_p54_a_format_off_the_list_is_refused_by_name(data: bytes, name: str) ->
 )
 def test_a_header_that_a_tga_file_would_not_have_is_no_image(header: bytes) -> None:
     with pytest.raises(UndecodableImage, match="no image that can be read"):
-        read_size(header + bytes(4096), LIMITS)
+        open_image(header + bytes(4096), LIMITS)
 
 
 @pytest.mark.parametrize("kind", [b"IHDR", b"PLTE"])
@@ -210,6 +208,5 @@ def test_damage_names_the_format_and_the_chunk(kind: bytes) -> None:
     data = bytearray(FILES["png-P"])
     at = data.index(kind)
     data[at + 4 + int.from_bytes(data[at - 4 : at], "big")] ^= 1
-    for read in (read_size, decode_rgb) if kind == b"IHDR" else (decode_rgb,):
-        with pytest.raises(UndecodableImage, match=f"PNG file of .* its chunk {kind.decode()} has a wrong"):
-            read(bytes(data), LIMITS)
+    with pytest.raises(UndecodableImage, match=f"PNG file of .* its chunk {kind.decode()} has a wrong"):
+        open_image(bytes(data), LIMITS).decode()

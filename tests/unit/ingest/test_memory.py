@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from encoder_service.ingest.decode import DecodeLimits, decode_rgb, read_header, read_size
+from encoder_service.ingest.decode import DecodeLimits, open_image
 from encoder_service.ingest.resize import resize_bytes
 from encoder_service.ingest.video.clip import open_source
 from encoder_service.ingest.video.source import ClipLimits
@@ -30,7 +30,7 @@ import ctypes, json, sys
 from pathlib import Path
 
 import torch
-from encoder_service.ingest.decode import DecodeLimits, decode_rgb
+from encoder_service.ingest.decode import DecodeLimits, open_image
 from encoder_service.ingest.resize import resize_and_pad
 from encoder_service.ingest.video.clip import open_source
 from encoder_service.ingest.video.source import ClipLimits
@@ -46,7 +46,7 @@ def read(path):
             pass
         source.close()
         return None
-    return decode_rgb(data, DecodeLimits(1 << 28, 1 << 26))
+    return open_image(data, DecodeLimits(1 << 28, 1 << 26)).decode()
 
 def measured(run):
     run()  # imports, and what libraries keep
@@ -132,7 +132,7 @@ def test_p50_decoding_holds_what_the_header_states(name: str, peaks: tuple[Path,
     folder, found = peaks
     if name not in found:
         pytest.skip(f"this Pillow does not write {name}")
-    stated = read_header((folder / name).read_bytes(), LIMITS).decoded_bytes
+    stated = open_image((folder / name).read_bytes(), LIMITS).decoded_bytes
     assert found[name] <= stated + SLACK, (found[name], stated)
     assert stated <= 2 * found[name] + SLACK, (found[name], stated)
 
@@ -178,11 +178,11 @@ def test_p50_strips_give_the_pixels_of_the_whole(mode: str, monkeypatch: pytest.
             picture.info["transparency"] = each["transparency"]
         kind = "TIFF" if mode in ("CMYK", "F", "I") else "PNG"
         data = image_files.encode(picture, kind, **each)
-        whole = [decode_rgb(data, LIMITS, transparent) for transparent in ("white", "drop")]
+        whole = [open_image(data, LIMITS).decode(transparent) for transparent in ("white", "drop")]
         for pixels in (1, 100, 29 * 21):
             monkeypatch.setattr("encoder_service.ingest.decode.STRIP_PIXELS", pixels)
             for transparent, expected in zip(("white", "drop"), whole, strict=True):
-                found = decode_rgb(data, LIMITS, transparent)  # type: ignore[arg-type]
+                found = open_image(data, LIMITS).decode(transparent)  # type: ignore[arg-type]
                 np.testing.assert_array_equal(found.numpy(), expected.numpy())
         monkeypatch.undo()
 
@@ -199,8 +199,8 @@ def test_damaged_metadata_of_a_png_leaves_its_pixels(kind: bytes) -> None:
     plain = image_files.encode(image_files.image("RGB"), "PNG")
     chunk = image_files.png_chunk(kind, b"Comment\0\0\0some text")
     data = with_early_chunk(plain, chunk[:-1] + bytes([chunk[-1] ^ 1]))
-    assert read_size(data, LIMITS) == read_size(plain, LIMITS)
-    assert decode_rgb(data, LIMITS).equal(decode_rgb(plain, LIMITS))
+    assert open_image(data, LIMITS).size == open_image(plain, LIMITS).size
+    assert open_image(data, LIMITS).decode().equal(open_image(plain, LIMITS).decode())
 
 
 @pytest.mark.parametrize("keyword", [b"Comment", b"XML:com.adobe.xmp", b"Raw profile type exif"])
@@ -210,13 +210,13 @@ def test_metadata_of_a_png_that_inflates_to_megabytes_is_left_out(kind: bytes, k
     body = keyword + (b"\0\1\0\0\0" if kind == b"iTXt" else b"\0\0") + packed
     plain = image_files.encode(image_files.image("RGB"), "PNG")
     data = with_early_chunk(plain, image_files.png_chunk(kind, body) * 100)
-    assert read_size(data, LIMITS) == read_size(plain, LIMITS)
-    assert decode_rgb(data, LIMITS).equal(decode_rgb(plain, LIMITS))
+    assert open_image(data, LIMITS).size == open_image(plain, LIMITS).size
+    assert open_image(data, LIMITS).decode().equal(open_image(plain, LIMITS).decode())
     late = image_files.png_with_late_chunk(plain, image_files.png_chunk(kind, body))
-    assert decode_rgb(late, LIMITS).equal(decode_rgb(plain, LIMITS))
+    assert open_image(late, LIMITS).decode().equal(open_image(plain, LIMITS).decode())
 
 
 def test_a_large_colour_profile_of_a_jpeg_is_read_over() -> None:
     file = io.BytesIO()
     image_files.image("RGB").save(file, "JPEG", icc_profile=os.urandom(2_000_000))
-    assert decode_rgb(file.getvalue(), LIMITS).shape == (22, 29, 3)
+    assert open_image(file.getvalue(), LIMITS).decode().shape == (22, 29, 3)

@@ -56,48 +56,30 @@ def test_p19_a_segment_is_copied_and_left_alone(
     assert segments.outcomes == {"copied": 1}
 
 
-def make_symlink(path: Path) -> None:
-    (path.parent / "elsewhere").write_bytes(b"x" * NUM_BYTES)
-    path.symlink_to("elsewhere")
-
-
-def make_fifo(path: Path) -> None:
-    os.mkfifo(path)
-
-
-def make_folder(path: Path) -> None:
-    path.mkdir()
-
-
 def make_socket(path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as made:
         made.bind(str(path))
 
 
-def make_writable_by_all(path: Path) -> None:
-    path.write_bytes(b"x" * NUM_BYTES)
-    path.chmod(0o606)
-
-
-def make_second_name(path: Path) -> None:
+def make_elsewhere(path: Path) -> Path:
     (path.parent / "elsewhere").write_bytes(b"x" * NUM_BYTES)
-    os.link(path.parent / "elsewhere", path)
+    return path.parent / "elsewhere"
 
 
 @pytest.mark.parametrize(
     ("make", "cause"),
     [
-        (make_symlink, "NO_PLAIN_FILE"),
-        (make_fifo, "NO_PLAIN_FILE"),
-        (make_folder, "NO_PLAIN_FILE"),
+        (lambda path: path.symlink_to(make_elsewhere(path)), "NO_PLAIN_FILE"),
+        (os.mkfifo, "NO_PLAIN_FILE"),
+        (Path.mkdir, "NO_PLAIN_FILE"),
         (make_socket, "NOT_OPENED"),
-        (make_writable_by_all, "MODE"),
-        (make_second_name, "LINKS"),
+        (lambda path: make_elsewhere(path).rename(path).chmod(0o606), "MODE"),
+        (lambda path: path.hardlink_to(make_elsewhere(path)), "LINKS"),
         (lambda path: None, "NOT_FOUND"),
     ],
 )
 def test_p19_only_plain_files_of_our_own_are_accepted(
-    segments: PixelSegments, tmp_path: Path, make: Callable[[Path], None], cause: str
+    segments: PixelSegments, tmp_path: Path, make: Callable[[Path], object], cause: str
 ) -> None:
     make(tmp_path / NAME)
     with pytest.raises(TransportUnavailable, match="send the pixels inline") as caught:

@@ -112,7 +112,7 @@ def test_p09_kimi_grids_never_grow_and_stay_in_their_limits(
 
 def test_p09_kimi_pads_and_does_not_stretch() -> None:
     array = image_files.pixels(30, 45)
-    item, _, _ = KIMI.load_image(image_files.ppm(array), PLAIN)
+    item, _, _ = KIMI.open_image(image_files.ppm(array), PLAIN).load()
     frame = item.frames_THWC[0].numpy()
     assert frame.shape == (56, 56, 3)
     np.testing.assert_array_equal(frame[:30, :45], array)
@@ -142,8 +142,8 @@ def test_p42_transparency_is_settled_before_the_resize_and_part_of_the_fingerpri
         if make is MoonViTPreprocessor
         else PreprocessOptions(max_pixels=9000)
     )
-    with_alpha, *_ = preprocessor.load_image(image_files.encode(Image.fromarray(rgba), "PNG"), options)
-    without, *_ = preprocessor.load_image(image_files.ppm(opaque), options)
+    with_alpha, *_ = preprocessor.open_image(image_files.encode(Image.fromarray(rgba), "PNG"), options).load()
+    without, *_ = preprocessor.open_image(image_files.ppm(opaque), options).load()
     assert with_alpha.frames_THWC.shape[2] < 900
     assert torch.equal(with_alpha.frames_THWC, without.frames_THWC)
 
@@ -223,23 +223,23 @@ def test_an_absurd_aspect_is_refused_from_the_header() -> None:
     """The pixels behind this header are cut off."""
     whole = solid(1, 400)
     with pytest.raises(UndecodableImage):
-        KIMI.load_image(whole[:-9], PLAIN)
+        KIMI.open_image(whole[:-9], PLAIN).load()
     with pytest.raises(AspectRatioExceeded, match="the limit is 200"):
-        QWEN.probe_image(whole[:-9], PLAIN)
+        QWEN.open_image(whole[:-9], PLAIN)
 
 
 @pytest.mark.parametrize(("preprocessor", "grid"), [(QWEN, Grid(1, 4, 10)), (KIMI, Grid(1, 6, 12))])
 def test_items_are_dispatched_by_their_content(preprocessor: Preprocessor, grid: Grid) -> None:
     pixels = PixelValues(torch.zeros(24, preprocessor.patch_dim), Grid(1, 4, 6))
     item = Item(Modality.IMAGE, pixels)
-    assert preprocessor.probe(item).grid == preprocessor.load(item).item.grid == Grid(1, 4, 6)
-    item = Item(Modality.IMAGE, EncodedFile(solid(64, 160)))
-    loaded, decode_ms, resize_ms = preprocessor.load(item)
-    assert preprocessor.probe(item).grid == loaded.grid == grid
+    opened = preprocessor.open(item)
+    assert opened.grid == opened.load().item.grid == Grid(1, 4, 6)
+    opened = preprocessor.open(Item(Modality.IMAGE, EncodedFile(solid(64, 160))))
+    loaded, decode_ms, resize_ms = opened.load()
+    assert opened.grid == loaded.grid == grid
     assert min(decode_ms, resize_ms) > 0
     for refused in (Item(Modality.IMAGE, DigestOnly(), b"d" * 32), Item(Modality.VIDEO, EncodedFile(b"x"))):
-        for call in (preprocessor.probe, preprocessor.load):
-            with pytest.raises(UnsupportedContent):
-                call(refused)
+        with pytest.raises(UnsupportedContent):
+            preprocessor.open(refused)
     with pytest.raises(UnsupportedContent, match="no settings for clips"):
         preprocessor.open_clip(EncodedFile(b"x"), PLAIN)

@@ -17,51 +17,27 @@ from encoder_service.ingest.settings import MoonViTSettings, Normalisation, Qwen
 
 LIMITS = DecodeLimits(max_encoded_bytes=1 << 20, max_image_pixels=1 << 20)
 HALF = [0.5, 0.5, 0.5]
-QWEN: dict[str, Any] = {
+STATISTICS: dict[str, Any] = {"image_mean": HALF, "image_std": [0.25, 0.5, 0.75]}
+QWEN: dict[str, Any] = STATISTICS | {
     "size": {"longest_edge": 16777216, "shortest_edge": 65536},
-    "patch_size": 16,
-    "temporal_patch_size": 2,
-    "merge_size": 2,
-    "image_mean": HALF,
-    "image_std": [0.25, 0.5, 0.75],
-    "processor_class": "Qwen3VLProcessor",
-    "image_processor_type": "Qwen2VLImageProcessorFast",
-}
-KIMI_PUBLISHED: dict[str, Any] = {
-    "in_patch_limit": 1024,
-    "patch_size": 14,
-    "image_mean": HALF,
-    "image_std": [0.25, 0.5, 0.75],
-    "merge_kernel_size": 2,
-    "fixed_output_tokens": None,
-    "patch_limit_on_one_side": 64,
-    "in_patch_limit_each_frame": 4096,
-    "in_patch_limit_video": None,
-    "sample_fps": 2.0,
-    "max_num_frames_each_video": None,
-    "temporal_merge_kernel_size": 4,
+    "patch_size": 16, "temporal_patch_size": 2, "merge_size": 2,
+    "processor_class": "Qwen3VLProcessor", "image_processor_type": "Qwen2VLImageProcessorFast",
+}  # fmt: skip
+KIMI_PUBLISHED: dict[str, Any] = STATISTICS | {
+    "in_patch_limit": 1024, "patch_size": 14, "merge_kernel_size": 2, "fixed_output_tokens": None,
+    "patch_limit_on_one_side": 64, "in_patch_limit_each_frame": 4096, "in_patch_limit_video": None,
+    "sample_fps": 2.0, "max_num_frames_each_video": None, "temporal_merge_kernel_size": 4,
     "timestamp_mode": "hh:mm:ss.fff",
     "config_type": "media_proc.processors.moonvit.MoonViTMediaProcessorConfig",
-}
+}  # fmt: skip
 KIMI_NESTED: dict[str, Any] = {
-    "auto_map": {"AutoProcessor": "kimi_k25_processor.KimiK25Processor"},
-    "media_proc_cfg": KIMI_PUBLISHED,
-}
-KIMI_REFERENCE: dict[str, Any] = {
-    "do_convert_rgb": True,
-    "do_normalize": True,
-    "do_rescale": True,
-    "do_resize": True,
-    "image_mean": HALF,
-    "image_processor_type": "Kimi_K25ImageProcessor",
-    "image_std": [0.25, 0.5, 0.75],
-    "max_patches": 1024,
-    "merge_size": 2,
-    "patch_size": 14,
-    "resample": 3,
-    "rescale_factor": 1 / 255,
-    "size": {"max_height": 64, "max_width": 64},
-}
+    "auto_map": {"AutoProcessor": "kimi_k25_processor.KimiK25Processor"}, "media_proc_cfg": KIMI_PUBLISHED,
+}  # fmt: skip
+KIMI_REFERENCE: dict[str, Any] = STATISTICS | {
+    "do_convert_rgb": True, "do_normalize": True, "do_rescale": True, "do_resize": True, "resample": 3,
+    "image_processor_type": "Kimi_K25ImageProcessor", "rescale_factor": 1 / 255, "max_patches": 1024,
+    "merge_size": 2, "patch_size": 14, "size": {"max_height": 64, "max_width": 64},
+}  # fmt: skip
 NORMALISATION = Normalisation((0.5, 0.5, 0.5), (0.25, 0.5, 0.75), 1 / 255)
 
 

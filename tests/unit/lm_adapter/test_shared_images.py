@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from PIL import Image, ImageOps, PngImagePlugin
 
 from encoder_service.errors import UndecodableImage
-from encoder_service.ingest.decode import ALLOWED_FORMATS, DecodeLimits, decode_rgb, read_size
+from encoder_service.ingest.decode import ALLOWED_FORMATS, DecodeLimits, open_image
 from lm_adapter.engines.shared import images
 from lm_adapter.engines.shared.images import ORIENTATION, TURNED, ImageFile
 from lm_adapter.keys import content_digest
@@ -54,7 +54,7 @@ def decoded(image: ImageFile) -> Image.Image:
 @pytest.mark.parametrize("orientation", range(9))
 def test_sizes_are_those_of_the_upright_image_as_the_encoder_has_them(name: str, orientation: int) -> None:
     data = file_of(name, orientation=orientation)
-    image, size = ImageFile.read(data), read_size(data, LIMITS)
+    image, size = ImageFile.read(data), open_image(data, LIMITS).size
     assert image.size == (image.width, image.height)
     assert image.size == ((23, 37) if orientation in TURNED else (37, 23))
     assert image.size == (size.width, size.height)
@@ -65,7 +65,7 @@ def test_sizes_are_those_of_the_upright_image_as_the_encoder_has_them(name: str,
 def test_pngs_whose_orientation_follows_their_pixels(name: str) -> None:
     width, height = random.sample(range(1, 200), 2)
     data, is_turned = odd_pngs(width, height)[name]
-    size = read_size(data, LIMITS)
+    size = open_image(data, LIMITS).size
     assert ImageFile.read(data).size == (size.width, size.height)
     assert ImageFile.read(data).size == ((height, width) if is_turned else (width, height))
 
@@ -74,7 +74,7 @@ def test_pngs_whose_orientation_follows_their_pixels(name: str) -> None:
 def test_cut_pngs_have_the_services_size_or_none(data: bytes) -> None:
     for length in range(len(data) + 1):
         try:
-            expected = read_size(data[:length], LIMITS)
+            expected = open_image(data[:length], LIMITS).size
         except UndecodableImage:
             with pytest.raises(ValueError, match="Failed to load image"):
                 ImageFile.read(data[:length])
@@ -86,7 +86,7 @@ def test_formats_are_those_that_the_service_takes() -> None:
     """ICO is none: Pillow decodes it while it opens the file."""
     assert images.FORMATS == ALLOWED_FORMATS
     with pytest.raises(UndecodableImage):
-        read_size(file_of("ICO"), LIMITS)
+        open_image(file_of("ICO"), LIMITS)
     with pytest.raises(ValueError, match="cannot identify"):
         ImageFile.read(file_of("ICO"))
 
@@ -202,7 +202,7 @@ def test_p57_a_file_of_pixels_has_pixels_and_alpha_and_nothing_else(
     assert image.info == info or str(image.info) == str(info)  # of the caller; NaN differs from itself
     assert bare is None or found.data == bare.data
     assert [kind for kind in chunks(found.data) if kind not in (b"IHDR", b"IDAT", b"IEND")] == []
-    assert np.array_equal(decode_rgb(found.data, LIMITS).numpy(), composited(image.copy()))
+    assert np.array_equal(open_image(found.data, LIMITS).decode().numpy(), composited(image.copy()))
 
 
 def chunks(png: bytes) -> list[bytes]:
@@ -222,7 +222,7 @@ def test_p57_of_an_animation_the_current_frame_is_taken(name: str, mode: str) ->
         opened.seek(number)
         found = ImageFile.of_pixels(opened)
         opened.seek(number)
-        assert np.array_equal(decode_rgb(found.data, LIMITS).numpy(), composited(opened.copy()))
+        assert np.array_equal(open_image(found.data, LIMITS).decode().numpy(), composited(opened.copy()))
         assert not {b"acTL", b"fcTL", b"tEXt"} & set(chunks(found.data))
 
 
@@ -238,7 +238,7 @@ def test_p57_an_opened_image_is_turned_as_its_file_is(name: str, orientation: in
     with Image.open(out) as image:
         of_pixels = ImageFile.of_pixels(image)
     assert of_pixels.size == of_file.size == ((5, 7) if orientation in TURNED else (7, 5))
-    found, expected = (decode_rgb(one.data, LIMITS).numpy() for one in (of_pixels, of_file))
+    found, expected = (open_image(one.data, LIMITS).decode().numpy() for one in (of_pixels, of_file))
     assert np.array_equal(found, expected)
 
 

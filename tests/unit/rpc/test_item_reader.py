@@ -15,8 +15,9 @@ import torch
 from encoder_service.errors import QueueFull, TransportUnavailable, UnknownKey, UnsupportedContent
 from encoder_service.ingest.identity import content_digest
 from encoder_service.ingest.pixel_segments import PixelSegments, SegmentTensor
+from encoder_service.ingest.workers import MAX_COPIED_ON_LOOP_BYTES
 from encoder_service.ops.shares import Holder
-from encoder_service.rpc.item_reader import INLINE_BYTES, ItemReader
+from encoder_service.rpc.item_reader import ItemReader
 from encoder_service.scheduler.admission import Admission
 from encoder_service.types import DigestOnly, EncodedFile, Item, Modality, PixelValues
 from tests.unit.service.rig import until
@@ -79,7 +80,7 @@ async def test_a_large_tensor_is_converted_off_the_event_loop(
         return frombuffer(*arguments, **options)
 
     monkeypatch.setattr(torch, "frombuffer", noted)
-    for num_rows in (4, INLINE_BYTES // 16 + 1):
+    for num_rows in (4, MAX_COPIED_ON_LOOP_BYTES // 16 + 1):
         await reader.ask(inline(torch.zeros(num_rows, 4)), same)
     assert on[0] == threading.main_thread().name
     assert on[1] != on[0]

@@ -80,7 +80,7 @@ def clip(num_frames: int, side: int = SIDE) -> tuple[Item, torch.Tensor]:
     """A clip that was sampled before, whose frames are of one colour each, and these."""
     colours = torch.randint(0, 256, (num_frames,), dtype=torch.uint8)
     frames = colours.view(-1, 1, 1, 1).expand(-1, side, side, 3).contiguous()
-    at_s = tuple(place / 2 for place in range(num_frames))
+    at_s = tuple(index / 2 for index in range(num_frames))
     return Item(Modality.VIDEO, FrameArray(frames, None, at_s)), colours.float()
 
 
@@ -121,11 +121,11 @@ async def test_rows_of_pieces_stand_in_the_clips_order(rig: Rig) -> None:
     assert (again.tier is CacheTier.MISS) == (not has_room(rig))
     assert again.encoded.clip == first.encoded.clip
     assert torch.equal(again.encoded.rows, first.encoded.rows)
-    lowered = await rig.pipeline.ensure_tier(again, "", "host")
-    assert torch.equal(lowered.encoded.rows, rows_of(colours))
-    assert lowered.encoded.clip == first.encoded.clip
+    on_host = await rig.pipeline.ensure_tier(again, "", "host")
+    assert torch.equal(on_host.encoded.rows, rows_of(colours))
+    assert on_host.encoded.clip == first.encoded.clip
     first.release()
-    lowered.release()
+    on_host.release()
     assert all(len(arena.directory) == 0 for _, arena in rig.store.arenas()), "a record has no timestamps"
 
 
@@ -248,7 +248,7 @@ async def test_p11_rate_and_timestamps_are_in_the_key(rig: Rig) -> None:
         FrameArray(frames, 4.0),
         FrameArray(frames),
         FrameArray(frames, None, tuple(range(8))),
-        FrameArray(frames, None, tuple(2.0 * place for place in range(8))),
+        FrameArray(frames, None, tuple(2.0 * index for index in range(8))),
     ]
     items = [Item(Modality.VIDEO, content) for content in contents]
     items.append(Item(Modality.VIDEO, contents[0], options=PreprocessOptions(max_frames=3)))
@@ -269,7 +269,7 @@ async def test_a_prefetched_clip_is_announced_with_its_rows(rig: Rig) -> None:
     assert announced.grid == Grid(7, SIDE, SIDE)
     assert announced.spec.num_rows == len(rows_of(colours))
     joined = await rig.pipeline.prefetch(item)
-    assert announced.clip == joined.clip == ClipFacts(tuple(place / 2 for place in range(7)))
+    assert announced.clip == joined.clip == ClipFacts(tuple(index / 2 for index in range(7)))
     fetching = asyncio.ensure_future(rig.pipeline.fetch(announced.key))
     await until(lambda: rig.pipeline.inflight.num_joined == 1)
     rig.tower.gate.set()

@@ -23,7 +23,7 @@ from encoder_service.errors import (
     UnsupportedContent,
 )
 from encoder_service.inflight import InFlightEncode
-from encoder_service.ingest.preprocessor import ProbedItem
+from encoder_service.ingest.preprocessor import OpenItem
 from encoder_service.pipeline import holder_of
 from encoder_service.scheduler.admission import UnreadBytes
 from encoder_service.types import (
@@ -58,7 +58,7 @@ async def test_miss_then_hit_gives_the_same_rows(rig: Rig) -> None:
     assert (first.tier, second.tier) == (CacheTier.MISS, CacheTier.HOST)
     assert torch.equal(first.encoded.rows, second.encoded.rows)
     assert first.encoded.key == second.encoded.key
-    assert rig.fake.num_loads == 1
+    assert (rig.fake.num_opened, rig.fake.num_loads) == (1, 1)
     assert first.timings.decode_ms == 1.0
     assert first.timings.resize_ms == 2.0
     assert first.timings.tower_ms > 0
@@ -72,7 +72,7 @@ async def test_p15_concurrent_callers_share_one_encode(rig: Rig) -> None:
     rig.fake.gate.set()
     results = await asyncio.gather(*callers)
     assert rig.fake.num_loads == 1
-    assert sorted(result.tier.value for result in results) == ["joined"] * 19 + ["miss"]
+    assert sorted(result.tier.value for result in results) == ["in_flight"] * 19 + ["miss"]
 
 
 async def test_stages_of_a_shared_encode_are_observed_once(rig: Rig) -> None:
@@ -90,16 +90,16 @@ async def test_stages_of_a_shared_encode_are_observed_once(rig: Rig) -> None:
 
 async def test_p17_no_new_encode_while_callers_leave_too_much_unread(rig: Rig) -> None:
     held = (await rig.pipeline.encode(image(1))).encoded
-    undelivered = rig.pipeline.unread = UnreadBytes(held.spec.num_bytes)
+    unread = rig.pipeline.unread = UnreadBytes(held.spec.num_bytes)
     for _ in range(2):
-        undelivered.add(held, held.spec.num_bytes, holder_of(""))
-    assert undelivered.num_bytes == held.spec.num_bytes
+        unread.add(held, held.spec.num_bytes, holder_of(""))
+    assert unread.num_bytes == held.spec.num_bytes
     with pytest.raises(QueueFull, match=f"{held.spec.num_bytes} bytes of rows wait to be read"):
         await rig.pipeline.encode(image(2))
     assert (await rig.pipeline.encode(image(1))).tier is CacheTier.HOST
-    undelivered.remove(held, held.spec.num_bytes)
-    assert undelivered.num_bytes == held.spec.num_bytes
-    undelivered.remove(held, held.spec.num_bytes)
+    unread.remove(held, held.spec.num_bytes)
+    assert unread.num_bytes == held.spec.num_bytes
+    unread.remove(held, held.spec.num_bytes)
     assert (await rig.pipeline.encode(image(2))).tier is CacheTier.MISS
 
 
@@ -132,13 +132,13 @@ async def test_p17_cancelled_items_never_pile_up_behind_a_long_batch(rig: Rig) -
 async def test_p34_headers_are_read_on_workers(rig: Rig) -> None:
     """A hostile header of a small file takes 100 ms."""
     threads: list[threading.Thread] = []
-    probe = rig.fake.probe_image
+    original = rig.fake.open_image
 
-    def probe_image(data: bytes, options: PreprocessOptions) -> ProbedItem:
+    def open_image(data: bytes, options: PreprocessOptions) -> OpenItem:
         threads.append(threading.current_thread())
-        return probe(data, options)
+        return original(data, options)
 
-    rig.fake.probe_image = probe_image  # type: ignore[method-assign]
+    rig.fake.open_image = open_image  # type: ignore[method-assign]
     (await rig.pipeline.encode(image())).release()
     assert threads
     assert threading.current_thread() not in threads
@@ -146,12 +146,13 @@ async def test_p34_headers_are_read_on_workers(rig: Rig) -> None:
 
 async def test_pixels_that_disagree_with_the_header_fail_the_item(rig: Rig) -> None:
     frames = FrameItem(torch.zeros(1, 40, 40, 3, dtype=torch.uint8), Grid(1, 40, 40))
-    rig.preprocessor.load = lambda item: LoadedPixels(frames, 0.0, 0.0)  # type: ignore[method-assign]
+    opened = OpenItem(Grid(1, 4, 4), 1, lambda: LoadedPixels(frames, 0.0, 0.0))
+    rig.preprocessor.open = lambda item: opened  # type: ignore[method-assign]
     with pytest.raises(UndecodableImage, match=r"promises grid \(1, 4, 4\), its pixels give \(1, 40, 40\)"):
         await rig.pipeline.encode(image())
 
 
-async def test_a_caller_who_comes_back_at_once_boards_a_fresh_flight(rig: Rig) -> None:
+async def test_a_caller_who_comes_back_at_once_starts_a_fresh_encode(rig: Rig) -> None:
     rig.fake.gate.clear()
     first = asyncio.ensure_future(rig.pipeline.encode(image()))
     await until(lambda: rig.fake.num_loads == 1)
@@ -201,7 +202,7 @@ async def test_digest_only_is_served_from_the_store_or_fails(rig: Rig) -> None:
         await rig.pipeline.encode(Item(Modality.IMAGE, DigestOnly()))
 
 
-async def test_fetch_waits_for_a_flight_and_serves_what_is_held(rig: Rig) -> None:
+async def test_fetch_waits_for_an_encode_and_serves_what_is_held(rig: Rig) -> None:
     rig.fake.gate.clear()
     announced = await rig.pipeline.prefetch(image())
     assert announced.grid == Grid(1, 4, 4)
@@ -244,7 +245,7 @@ async def test_failures_are_told_to_everyone_and_not_remembered(rig: Rig) -> Non
     assert all(isinstance(result, UndecodableImage) for result in results)
     with pytest.raises(UndecodableImage):
         await rig.pipeline.encode(bad)
-    assert rig.fake.num_probes == 2
+    assert rig.fake.num_opened == 2
 
 
 async def test_deadlines_free_the_caller_and_the_item(rig: Rig) -> None:
@@ -254,7 +255,7 @@ async def test_deadlines_free_the_caller_and_the_item(rig: Rig) -> None:
     await until(lambda: len(rig.pipeline.inflight) == 0)
 
 
-async def test_a_joined_flight_keeps_the_later_deadline(rig: Rig) -> None:
+async def test_a_joined_encode_keeps_the_later_deadline(rig: Rig) -> None:
     rig.fake.gate.clear()
     soon = asyncio.ensure_future(rig.pipeline.encode(image(), deadline_s=time.monotonic() + 0.05))
     # Joins in the turn of the loop in which the encode begins, however late that is.

@@ -75,9 +75,9 @@ def test_p52_damage_behind_the_start_stays_an_error(monkeypatch: pytest.MonkeyPa
     data = clip_files.cut(encoded("H.264, open groups", monkeypatch), 5, "mp4")
     with av.open(io.BytesIO(data)) as file:
         packets = [(packet.pos, packet.is_keyframe) for packet in file.demux(video=0) if packet.size]
-    keys = [place for place, (_, is_key) in enumerate(packets) if is_key]
-    for place in (keys[0] + 20, keys[1], keys[2], len(packets) - 1):
-        at = packets[place][0] + 1  # within the length of a unit
+    keys = [index for index, (_, is_key) in enumerate(packets) if is_key]
+    for index in (keys[0] + 20, keys[1], keys[2], len(packets) - 1):
+        at = packets[index][0] + 1  # within the length of a unit
         with pytest.raises(UndecodableClip):
             frames_of(data[:at] + b"\x7f" + data[at + 1 :])
 

@@ -197,7 +197,7 @@ def test_an_index_that_leads_into_the_middle_of_a_box_is_refused() -> None:
     data = clip_files.encode(clip_files.moving(40), key_every=10, b_frames=0, flags=INDEXED)
     assert np.array_equal(frames_of(data), clip_files.decoded(data))
     at = data.index(b"sidx") + 36
-    first, second = (int.from_bytes(data[place : place + 4], "big") for place in (at, at + 12))
+    first, second = (int.from_bytes(data[index : index + 4], "big") for index in (at, at + 12))
     moved = bytearray(data)
     moved[at : at + 4], moved[at + 12 : at + 16] = (
         size.to_bytes(4, "big") for size in (first - 16, second + 16)

@@ -1,4 +1,4 @@
-"""Every frame in its own place: where a decoder leaves some out, and where times do not tell them apart."""
+"""Every frame at its own index: where a decoder leaves some out, and where times do not tell them apart."""
 
 from __future__ import annotations
 
@@ -65,10 +65,10 @@ def test_a_frame_that_damage_takes_away_fails_the_clip() -> None:
     frames = clip_files.moving(40, 48, 64, np.random.default_rng(3))
     data = clip_files.encode(frames, fps=10, key_every=10, b_frames=0)
     with av.open(io.BytesIO(data)) as file:
-        places = [packet.pos for packet in file.demux(video=0) if packet.size and packet.is_keyframe]
+        offsets = [packet.pos for packet in file.demux(video=0) if packet.size and packet.is_keyframe]
     damaged = bytearray(data)
-    assert damaged[places[1] + 4] & 31 == 5
-    damaged[places[1] + 4] = 42  # "end of sequence"
+    assert damaged[offsets[1] + 4] & 31 == 5
+    damaged[offsets[1] + 4] = 42  # "end of sequence"
     for indices in ([0, 1, 2, 8, 9, 11, 15, 18, 19, 22, 24, 25, 31, 34], [10], [11, 25], list(range(40))):
         with pytest.raises(UndecodableClip):
             frames_of(bytes(damaged), indices, LIMITS)
@@ -110,6 +110,6 @@ def test_times_that_do_not_tell_the_order_are_refused() -> None:
         open_source(data, LIMITS)
     data = clip_files.encode(clip_files.moving(20), "vp9.webm", fps=10)
     with av.open(io.BytesIO(data)) as file:
-        places = [packet.pos + 1 for packet in file.demux(video=0) if packet.size]
+        offsets = [packet.pos + 1 for packet in file.demux(video=0) if packet.size]
     with pytest.raises(UndecodableClip, match="vp9 frames do not tell their order"):
-        open_source(data[: places[13]] + bytes([0, 250]) + data[places[13] + 2 :], LIMITS)
+        open_source(data[: offsets[13]] + bytes([0, 250]) + data[offsets[13] + 2 :], LIMITS)
