@@ -151,4 +151,4 @@ class EncoderThread:
             return error
         except Exception as error:
             # No error may end more than this item.
-            return ItemFailed(f"asking the encoder failed: {type(error).__name__}: {error}")
+            return ItemFailed(f"the call to the encoder failed: {type(error).__name__}: {error}")
