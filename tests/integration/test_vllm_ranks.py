@@ -1,4 +1,4 @@
-"""The vLLM connector's socket and its ranks, against a scripted encoder: rows, drops, and connections that end.
+"""The vLLM connector's socket and its ranks, against a scripted encoder: rows, drops, connections.
 
 Which requests wait for which rows is the scheduler's: ``tests/unit/lm_adapter/test_vllm_scheduler.py``. Whole
 servers of vLLM are in ``tests/engines``."""
@@ -145,7 +145,11 @@ def test_a_request_is_ready_once_every_rank_has_its_rows(encoder: FakeEncoder, n
         second.report(number)
         engine.fetch(request)
     assert engine.scheduler.has_cache_item(image.identifier)
-    assert (encoder.num_calls["Prefetch"], encoder.num_calls["Fetch"], encoder.num_calls["Encode"]) == (1, 1, 0)
+    assert (encoder.num_calls["Prefetch"], encoder.num_calls["Fetch"], encoder.num_calls["Encode"]) == (
+        1,
+        1,
+        0,
+    )
 
 
 def test_p21_rows_are_handed_over_without_a_copy_and_stay_until_their_step_has_begun(
