@@ -112,7 +112,7 @@ class CopyingDriver(RecordingDriver):
 @pytest.fixture
 def install(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Puts a driver where cuda-bindings would be, beside a torch with two GPUs."""
-    for cached in (device_memory._primary_context, device_memory._load_driver):
+    for cached in (device_memory.primary_context, device_memory.load_driver):
         cached.cache_clear()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -126,7 +126,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setitem(sys.modules, "cuda.bindings", bindings)
 
     yield put
-    for cached in (device_memory._primary_context, device_memory._load_driver):
+    for cached in (device_memory.primary_context, device_memory.load_driver):
         cached.cache_clear()
 
 
@@ -134,7 +134,7 @@ def test_p39_a_device_without_an_index_is_the_current_one(install: Any) -> None:
     install(RecordingDriver())
     assert resolve_device("cuda") == torch.device("cuda:1")
     assert resolve_device(0) == torch.device("cuda:0")
-    for wrong, why in (("cpu", "is none"), ("cuda:2", "2 CUDA devices")):
+    for wrong, why in (("cpu", "got cpu"), ("cuda:2", "2 CUDA devices")):
         with pytest.raises(MappingFailed, match=why):
             resolve_device(wrong)
 
@@ -203,7 +203,7 @@ def test_without_the_package_or_the_driver_the_reason_is_given(
     install(NoLibrary())
     with pytest.raises(MappingFailed, match=r"cuInit cannot be called: Failed to dlopen libcuda.so.1"):
         DeviceMemory(7, SIZE, torch.device("cuda:0"))
-    device_memory._load_driver.cache_clear()
+    device_memory.load_driver.cache_clear()
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
     with pytest.raises(MissingDependency, match="needs the package cuda-bindings"):
         DeviceMemory(7, SIZE, torch.device("cuda:0"))

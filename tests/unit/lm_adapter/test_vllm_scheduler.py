@@ -943,8 +943,8 @@ UNREADABLE = "INTERNAL: the request cannot be read: "
     ("field_name", "value", "text"),
     [
         (FILE_FIELD, None, NO_FILE),
-        (FILE_FIELD, [1, 0, 0, 0, ord("x")], UNREADABLE + "ValueError: no file request"),
-        (FILE_FIELD, [1, 0, 0], UNREADABLE + "ValueError: no file request"),
+        (FILE_FIELD, [1, 0, 0, 0, ord("x")], UNREADABLE + "ValueError: the packed file cannot be read"),
+        (FILE_FIELD, [1, 0, 0], UNREADABLE + "ValueError: the packed file cannot be read"),
         ("image_grid_thw", None, UNREADABLE + "ValueError: not enough values"),
         ("image_grid_thw", [1, 4], UNREADABLE + "TypeError"),
         ("grid_thws", GRID, UNREADABLE + "ValueError: too many values"),
