@@ -85,26 +85,13 @@ def after(delay_s: float, action: Callable[[], object]) -> threading.Timer:
     return timer
 
 
-class Awaited(threading.Event):
-    """Knows that somebody waits for it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.is_awaited = threading.Event()
-
-    def wait(self, timeout: float | None = None) -> bool:
-        self.is_awaited.set()
-        return super().wait(timeout)
-
-
 def once_it_hangs(fake: FakeEncoder, action: Callable[[], object]) -> threading.Thread:
     """Does it when a stream has stood still (Fault.HANG) for a while: what was sent before has arrived."""
-    resumed = fake._resumed = Awaited()
 
     def wait() -> None:
-        if resumed.is_awaited.wait(60):
-            time.sleep(0.3)
-            action()
+        wait_until(lambda: fake.num_hanging, "the stop of a stream")
+        time.sleep(0.3)
+        action()
 
     thread = threading.Thread(target=wait, daemon=True)
     thread.start()

@@ -66,7 +66,7 @@ def test_p06_unknown_ids_are_refused() -> None:
     with pytest.raises(InvalidRequest, match=r"1 of 2 ids are neither .* 1000; the first is 5000"):
         restore_placeholders([1, 5000], video_placeholder_id=VIDEO, **kwargs)
     kwargs["image_placeholder_id"] = 2000
-    with pytest.raises(InvalidRequest, match="2000 and 3000 both"):
+    with pytest.raises(InvalidRequest, match="2000 and 3000 are both"):
         restore_placeholders([1], video_placeholder_id=3000, **kwargs)
 
 
