@@ -107,8 +107,8 @@ def restore_placeholders(
     outside = restored[(restored < 0) | (restored >= vocab_size)]
     if len(outside):
         raise InvalidRequest(
-            f"{len(outside)} of {len(restored)} ids are neither pad ids nor in the vocabulary of {vocab_size}; "
-            f"the first is {int(outside[0])}"
+            f"{len(outside)} of {len(restored)} ids are neither pad ids nor in the vocabulary of {vocab_size}"
+            f"; the first is {int(outside[0])}"
         )
     return restored
 

@@ -86,7 +86,7 @@ class EncoderThread:
             self._has_ended.wait(timeout_s)
 
     def close(self) -> None:
-        """Ends the thread. Harmless when repeated."""
+        """Ends the thread. Can be repeated."""
         if not self._loop.is_closed() and self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(CLOSE_S)

@@ -316,17 +316,6 @@ def test_memory_is_unmapped_within_a_second_of_the_encoders_end(encoder: Encoder
     assert encoder.requests("Encode")[-1].delivery == pb.DELIVERY_INLINE
 
 
-def test_a_broker_that_comes_back_is_attached_again(
-    encoder: Encoder, open_client: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    client = attached(open_client)
-    encoder.broker.drop()
-    started = time.monotonic()
-    wait_until(lambda: len(encoder.broker.tokens) == 2 and client.client.transport.name == "host")
-    assert time.monotonic() - started < 5
-    assert_rows_of(client.call("encode_one", image(3)), digest_of(3))
-
-
 def test_memory_that_was_not_unmapped_is_unmapped_before_the_next_attach(
     encoder: Encoder, open_client: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -150,16 +150,6 @@ def held(rows: SharedRows, name: str, request_id: str = "a") -> RowsEntry:
     return entry
 
 
-@pytest.mark.parametrize("scheduled", [{"a"}, set[str]()])
-def test_freed_rows_are_handed_over_only_to_a_scheduled_request(scheduled: set[str]) -> None:
-    _, ranks, rows = shared_rows()
-    entry = held(rows, "x")
-    ranks.read(rows, entry)
-    rows.hand_over(entry, "a")
-    rows.freed(["x"], scheduled)
-    assert ranks.begin(rows.take_step()[0]) == ["x"] * len(scheduled)
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_ranks_have_what_is_held_in_any_order_of_events(seed: int) -> None:
     """Holders come and go, reads end or fail, and steps begin later than they are made, or are flushed."""

@@ -541,6 +541,23 @@ def test_p32_rows_of_the_step_that_is_being_scheduled_stay_on_the_ranks(engine: 
     assert len(engine.begin(tracker.take_step(has_tokens=True))) == 1
 
 
+def test_p32_rows_stay_on_the_ranks_until_vllm_has_passed_them(
+    tracker: RequestTracker, engine: Engine
+) -> None:
+    """With asynchronous scheduling vLLM asks for a request's next step, with the tokens of the one before
+    counted as computed, while workers have yet to begin that one."""
+    request = request_of(new_image())
+    assert is_ready(tracker, engine, request)
+    tracker.allocated(request, 0)
+    step = tracker.take_step(has_tokens=True)
+    assert tracker.ensure(request, request.num_tokens)
+    assert len(engine.begin(step)) == 1
+    tracker.passed(request, 0)
+    assert len(engine.on_ranks) == 1
+    engine.begin(tracker.take_step(has_tokens=True))
+    assert engine.on_ranks == {}
+
+
 def allocate_without_step(tracker: RequestTracker, engine: Engine, request: Request) -> None:
     """Scheduled and preempted in a pass without tokens. vLLM counts the rows as in its own cache then."""
     assert is_ready(tracker, engine, request)
@@ -592,6 +609,21 @@ def test_p32_rows_that_vllm_counts_as_in_its_cache_come_with_the_next_request_fo
     assert tracker.take_step(has_tokens=True) == StepRows()  # vLLM has them
 
 
+@pytest.mark.parametrize("is_scheduled", [True, False])
+def test_p32_rows_that_vllm_frees_and_allocates_in_one_pass_are_handed_over_to_a_scheduled_request(
+    is_scheduled: bool, tracker: RequestTracker, engine: Engine
+) -> None:
+    """Scheduled: a new image needed the room of these rows, and this request has them again; without them the
+    rank would end the engine. Not scheduled: it was preempted, and vLLM would not free them again."""
+    image = new_image()
+    first, second = request_of(image), request_of(image)
+    for request in (first, second):
+        assert is_ready(tracker, engine, request)
+    tracker.allocated(second, 0)
+    tracker.freed([image.name], {second.request_id: 9} if is_scheduled else {})
+    assert list(engine.begin(tracker.take_step(has_tokens=True))) == [image.name] * is_scheduled
+
+
 def test_p32_images_that_come_later_end_their_request(tracker: RequestTracker, engine: Engine) -> None:
     """vLLM's streaming sessions add features to a request that was admitted."""
     request = request_of(new_image())
@@ -611,6 +643,8 @@ def test_p32_a_step_without_rows_ends_its_requests(tracker: RequestTracker, engi
     assert is_ready(tracker, engine, other)
     tracker.check_step({request.request_id: [0]})
     assert_rejected(tracker, request)
+    tracker.check_step({"unknown": [0]})
+    assert tracker.take_unavailable() == {"unknown"}
     assert tracker.ensure(other, 0)
 
 

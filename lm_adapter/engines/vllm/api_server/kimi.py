@@ -1,4 +1,4 @@
-"""vLLM's processor of Kimi-K2.5 for files that nobody decodes, as ``parser`` and ``processor`` for Qwen.
+"""vLLM's parser and processor of Kimi-K2.5 for undecoded files, as ``parser`` and ``processor`` for Qwen.
 
 vLLM calls Kimi's media ``vision_chunk``: dictionaries with an image each. Clips are refused: vLLM 0.32 has no
 code that cuts them into chunks.

@@ -1,4 +1,4 @@
-"""What vLLM's data parser makes of media: files that nobody decodes, and pixels that the client has decoded.
+"""vLLM's data parser for undecoded files, and for pixels that the client has decoded.
 
 Owns which forms of an image or a clip are accepted. Float arrays, and the frames of a clip, stay as they are
 (``Decoded``): ``processor`` has vLLM prepare them, and they go to the encoder in that form.

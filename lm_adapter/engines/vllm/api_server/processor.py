@@ -1,4 +1,4 @@
-"""vLLM's processors for files that nobody decodes: grid, placeholders, and the file in the request.
+"""vLLM's processors for undecoded files: grid, placeholders, and the file in the request.
 
 Owns what replaces the reference processor and the dummy inputs, for Qwen3-VL and Qwen3.5; ``kimi`` has the
 same for Kimi-K2.5. vLLM's own code computes an image's grid from its header, as in the reference; the

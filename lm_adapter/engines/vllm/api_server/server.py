@@ -108,7 +108,7 @@ class ApiServer:
         """The clip that ``announce`` got. Raises its EncoderError as vLLM answers it."""
         if isinstance(outcome, EncoderError):
             message = message_of(outcome)
-            logger.warning("a request is rejected, its clip cannot be had: %s", message)
+            logger.warning("a request is rejected, its clip cannot be read: %s", message)
             raise vllm_error(status_of(outcome), message) from outcome
         return outcome
 
@@ -141,7 +141,7 @@ def configure(vllm_config: VllmConfig) -> None:
     InvalidRequest for options of vLLM that exclude each other."""
     if not has_connector(vllm_config):
         if os.environ.get("VLLM_MEDIA_CONNECTOR") == MEDIA_CONNECTOR:
-            # Of an earlier engine in this process.
+            # Set by an earlier engine in this process.
             del os.environ["VLLM_MEDIA_CONNECTOR"]
         return
     _check_options(vllm_config)

@@ -54,8 +54,8 @@ class RowOrders:
         self._encoder_thread.wait(timeout_s)
 
     def take_completed(self) -> Iterator[tuple[RowsEntry, int | EncoderError]]:
-        """Each call that has ended: the number by which every rank has the rows, or why they cannot be
-        had."""
+        """Each call that has ended: the number by which every rank has the rows, or why they are not
+        available."""
         while self._encoder_thread.completed:
             completed = self._encoder_thread.completed.popleft()
             assert isinstance(completed.handle, RowsEntry)

@@ -290,7 +290,7 @@ class RequestTracker:
 
     def _reject(self, request_id: str, error: EncoderError) -> None:
         self._unavailable.add(request_id)
-        logger.warning("request %s is rejected, its rows cannot be had: %s", request_id, message_of(error))
+        logger.warning("request %s is rejected, it has no rows: %s", request_id, message_of(error))
 
     def _release(self, state: RequestState) -> None:
         """It neither holds nor needs any rows."""

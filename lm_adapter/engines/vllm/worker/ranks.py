@@ -69,7 +69,7 @@ class RankReader:
         return bool(self._reads)
 
     def close(self) -> None:
-        """Ends the thread. Harmless when repeated."""
+        """Ends the thread. Can be repeated."""
         if not self._loop.is_closed() and self._thread.is_alive():
             with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(lambda: self._main and self._main.cancel())
