@@ -19,7 +19,7 @@ from lm_adapter.engines.vllm.scheduler import vllm_cache_view
 from lm_adapter.engines.vllm.scheduler.items import VllmRequest
 from lm_adapter.engines.vllm.scheduler.tracker import RequestTracker
 from lm_adapter.engines.vllm.settings import Settings
-from lm_adapter.engines.vllm.vllm_types import Role, SchedulerOutput, VllmConfig
+from lm_adapter.engines.vllm.vllm_types import SchedulerOutput, VllmConfig
 from lm_adapter.engines.vllm.worker.ranks import RankReader
 from lm_adapter.errors import InvalidRequest
 
@@ -40,7 +40,7 @@ class ConnectorMethods:
 
     _connector_metadata: Any
 
-    def __init__(self, vllm_config: VllmConfig, role: Role) -> None:
+    def __init__(self, vllm_config: VllmConfig, role: Any) -> None:
         super().__init__(vllm_config, role)  # type: ignore[call-arg]
         transfer = vllm_config.ec_transfer_config
         assert transfer is not None, "vLLM makes a connector only where one is configured"

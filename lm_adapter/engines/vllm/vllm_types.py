@@ -55,20 +55,11 @@ class ParallelConfig(Protocol):
     tensor_parallel_size: int
 
 
-class SchedulerConfig(Protocol):
-    max_num_batched_tokens: int
-
-
-class DeviceConfig(Protocol):
-    device: Any
-    """A torch.device."""
-
-
 class VllmConfig(Protocol):
-    """compilation_config, lora_config: attributes that not every version of vLLM has are read from them."""
+    """The parts without a type here are read in one line each."""
 
     compilation_config: Any
-    device_config: DeviceConfig
+    device_config: Any
     ec_manager_config: CacheManagerConfig
     ec_transfer_config: TransferConfig | None
     lora_config: Any
@@ -76,13 +67,7 @@ class VllmConfig(Protocol):
     model_config: ModelConfig
     num_prefill_lookahead_tokens: int
     parallel_config: ParallelConfig
-    scheduler_config: SchedulerConfig
-
-
-class Role(Protocol):
-    """``SCHEDULER`` or ``WORKER``."""
-
-    name: str
+    scheduler_config: Any
 
 
 class SchedulerOutput(Protocol):

@@ -106,15 +106,16 @@ class RequestStatus(Enum):
 
 @dataclass(eq=False)
 class Request:
-    mm_features: list[Feature]
+    mm_features: list[Any]
+    """Of ``Feature``."""
     request_id: str = field(default_factory=lambda: f"request-{secrets.token_hex(8)}")
-    status: RequestStatus = RequestStatus.WAITING
+    status: Enum = RequestStatus.WAITING
     num_computed_tokens: int = 0
 
     @property
     def num_tokens(self) -> int:
         """Two tokens of text are behind the last feature."""
-        last = self.mm_features[-1].mm_position
+        last: Position = self.mm_features[-1].mm_position
         return last.offset + last.length + 2
 
 
