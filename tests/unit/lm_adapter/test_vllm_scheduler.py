@@ -803,6 +803,12 @@ def test_p12_two_images_under_one_identifier_do_not_share_rows(
     assert is_ready(tracker, engine, request_of(other))
 
 
+def test_p12_two_images_of_one_request_under_one_identifier_are_rejected(tracker: RequestTracker) -> None:
+    """Also one that is in vLLM's own cache, whose rows are not ordered."""
+    tracker.watch_cache({"x"})
+    assert_rejected(tracker, request_of(Image("x"), Image("x")))
+
+
 def test_p02_files_leave_the_request_and_stay_with_what_its_other_samples_share(
     tracker: RequestTracker, engine: Engine
 ) -> None:
