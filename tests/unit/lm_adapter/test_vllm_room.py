@@ -43,6 +43,21 @@ def serve(room: Room[Waiter]) -> None:
     room.serve(lambda waiter: waiter.needed - waiter.taken, Waiter.take)
 
 
+def test_a_waiter_joins_once_and_leaves_with_what_it_took() -> None:
+    room: Room[Waiter] = Room(4)
+    large, later = Waiter(room, 0, 6), Waiter(room, 1, 1)
+    assert room.join(large, goes_first=False)
+    assert not room.join(large, goes_first=True)
+    room.join(later, goes_first=False)
+    serve(room)
+    assert room.is_in_portions(large)
+    room.leave(large)
+    room.leave(large)
+    assert not room.is_in_portions(large)
+    assert room.used_bytes == large.taken == 4
+    assert room.waiters == [later]
+
+
 def test_one_that_goes_first_is_behind_the_one_that_is_served_in_portions() -> None:
     room: Room[Waiter] = Room(4)
     in_portions, waiting, first = Waiter(room, 0, 6), Waiter(room, 1, 4), Waiter(room, 2, 4)
