@@ -272,7 +272,7 @@ def _read_event(message: bytes) -> RowsChunk | pb.ItemEvent:
     try:
         event = pb.ItemEvent.FromString(message)
     except DecodeError as error:
-        raise StreamViolation(f"a message of {len(message)} bytes is no ItemEvent: {error}") from error
+        raise StreamViolation(f"a message of {len(message)} bytes is not an ItemEvent: {error}") from error
     if event.HasField("chunk"):
         return RowsChunk(event.item_index, event.chunk.offset_bytes, event.chunk.data)
     return event

@@ -160,7 +160,9 @@ class Server:
         try:
             return response_type.FromString(response)
         except DecodeError as error:
-            raise StreamViolation(f"{method} answered {len(response)} bytes that are no message") from error
+            raise StreamViolation(
+                f"{method} answered {len(response)} bytes that are not a message"
+            ) from error
 
     @contextlib.asynccontextmanager
     async def stream(

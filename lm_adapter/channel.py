@@ -97,7 +97,7 @@ class ClientTls:
             problem = f"{os.fspath(self.ca)} has no certificate"
             if self.ca:
                 context.load_verify_locations(self.ca)
-            problem = f"{os.fspath(self.cert)} and {os.fspath(self.key)} are no certificate and its key"
+            problem = f"{os.fspath(self.cert)} and {os.fspath(self.key)} are not a certificate and its key"
             if self.cert:
                 context.load_cert_chain(self.cert, self.key, self._no_password)
         except OSError as error:

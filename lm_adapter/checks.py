@@ -94,8 +94,8 @@ def check_header(header: RowsHeader | EncodedRows) -> None:
     if header.width % levels:
         raise InvalidRows(
             "width",
-            f"width {header.width} is no multiple of {levels}, 1 + {header.num_deepstack_levels} deepstack "
-            "levels",
+            f"width {header.width} is not a multiple of {levels}, 1 + {header.num_deepstack_levels} "
+            "deepstack levels",
             found=header.width,
             expected=f"a multiple of {levels}",
         )

@@ -157,7 +157,8 @@ class FakeEncoder:
     """An in-process gRPC server. A context manager; ``script`` may be changed while it runs.
 
     target: the address, with the real port. num_calls: calls received, by method name. num_cancelled: Encode
-    and Fetch calls that ended before their stream did. ``restart`` resets both counters.
+    and Fetch calls that ended before their stream did. num_hanging: streams that stopped with Fault.HANG.
+    ``restart`` resets these counters.
     """
 
     def __init__(self, listen: str = "127.0.0.1:0", *, script: FakeScript | None = None) -> None:
@@ -219,6 +220,7 @@ class FakeEncoder:
         self.instance_id = secrets.token_hex(8)
         self.num_calls: Counter[str] = Counter()
         self.num_cancelled: Counter[str] = Counter()
+        self.num_hanging = 0
         self._calls: deque[CallRecord] = deque(maxlen=MAX_CALL_RECORDS)
         self._held: dict[bytes, _Held] = {}
         self._stopping = threading.Event()
@@ -428,6 +430,8 @@ class FakeEncoder:
         if fault is Fault.ABORT:
             context.abort(grpc.StatusCode.INTERNAL, "the script aborts this call")
         if fault is Fault.HANG:
+            with self._lock:
+                self.num_hanging += 1
             while context.is_active() and not self._stopping.is_set() and not self._resumed.wait(0.01):
                 pass
 

@@ -1,4 +1,4 @@
-"""From rows to a prefill, for engines of one's own: placeholders, splice, positions, ids of cached prefixes.
+"""From rows to a prefill, for engines without a plugin: placeholders, splice, positions, pad ids.
 
 Nothing here calls the encoder or imports an engine.
 """

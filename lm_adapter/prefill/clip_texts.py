@@ -1,11 +1,11 @@
-"""What a prompt says between the frames of a clip: timestamps of the frames that were really sampled.
+"""The texts between the frames of a clip in a prompt: timestamps of the sampled frames.
 
-Owns the two families' rules and spellings, from the seconds that come with a clip's result. The engine puts
-the texts into the prompt. Standard library only.
+Owns the two families' rules and formats. The seconds come with a clip's result; the engine puts the texts
+into the prompt. Standard library only.
 
 Qwen3-VL and Qwen3.5 write one text per temporal patch, the mean of its first and last frame's time, the last
 frame repeated to fill it (``_calculate_timestamps``). Kimi writes one per chunk, its first frame's time.
-Times are Python floats all the way: in bfloat16 a minute into a clip would be known to a quarter of a second.
+Times stay Python floats: bfloat16 has steps of a quarter of a second one minute into a clip.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ def _checked(timestamps_s: Sequence[float], group: int) -> list[float]:
     if not times or group < 1:
         raise InvalidRequest(f"needs 1 frame or more in groups of 1 or more, got {len(times)} and {group}")
     before = 0.0
-    for place, seconds in enumerate(times):
+    for index, seconds in enumerate(times):
         if not math.isfinite(seconds) or seconds < before:
             raise InvalidRequest(
-                f"timestamp {place} is {seconds} s, needs a finite number of at least {before} s"
+                f"timestamp {index} is {seconds} s, needs a finite number of at least {before} s"
             )
         before = seconds
     return times

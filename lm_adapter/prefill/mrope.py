@@ -145,12 +145,12 @@ def batch_positions(
     in column S - 1.
     """
     if side not in ("left", "right"):
-        raise InvalidRequest(f"padding stands on side {side!r}, needs left or right")
+        raise InvalidRequest(f"padding is on side {side!r}, needs left or right")
     if not 0 <= start <= end:
         raise InvalidRequest(f"columns need 0 <= start <= end, got start {start} and end {end}")
     if side == "right" and end > padded_length:
         raise InvalidRequest(
-            f"column {end} lies past the padded length {padded_length}, which needs left padding"
+            f"column {end} is beyond the padded length {padded_length}, which needs left padding"
         )
     positions = np.zeros((NUM_AXES, len(prompts), end - start), dtype=np.int64)
     for row, prompt in enumerate(prompts):

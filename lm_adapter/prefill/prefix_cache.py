@@ -87,7 +87,7 @@ def restore_placeholders(
     inside = [p for p in (image_placeholder_id, video_placeholder_id) if 0 <= p < vocab_size]
     if not inside:
         raise InvalidRequest(
-            f"placeholders {image_placeholder_id} and {video_placeholder_id} both lie outside the vocabulary "
+            f"placeholders {image_placeholder_id} and {video_placeholder_id} are both outside the vocabulary "
             f"of {vocab_size} ids"
         )
     image = image_placeholder_id if image_placeholder_id in inside else inside[0]
@@ -107,8 +107,8 @@ def restore_placeholders(
     outside = restored[(restored < 0) | (restored >= vocab_size)]
     if len(outside):
         raise InvalidRequest(
-            f"{len(outside)} of {len(restored)} are neither pad ids nor in the vocabulary of {vocab_size}; "
-            f"the first is {int(outside[0])}"
+            f"{len(outside)} of {len(restored)} ids are neither pad ids nor in the vocabulary of {vocab_size}"
+            f"; the first is {int(outside[0])}"
         )
     return restored
 

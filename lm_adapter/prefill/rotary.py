@@ -146,7 +146,7 @@ class RotaryTable:
         position of a prompt (``MRopePositions.next_position`` - 1): the device does not check."""
         if position >= self.max_positions:
             raise InvalidRequest(
-                f"position {position} lies beyond the rotary table of {self.max_positions} positions"
+                f"position {position} is beyond the rotary table of {self.max_positions} positions"
             )
 
 
@@ -204,7 +204,7 @@ def _check(q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, table: Rot
         )
     if q.stride(2) != 1 or k.stride(2) != 1:
         raise InvalidRequest(
-            f"elements of a head lie {q.stride(2)} apart in q and {k.stride(2)} in k, need to be neighbours"
+            f"elements of a head are {q.stride(2)} apart in q and {k.stride(2)} in k, need to be contiguous"
         )
     if tuple(positions.shape) != (3, q.shape[0]):
         raise InvalidRequest(f"positions have shape {list(positions.shape)}, need {[3, q.shape[0]]}")
@@ -212,13 +212,15 @@ def _check(q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, table: Rot
         raise InvalidRequest(f"positions are {positions.dtype}, need torch.int64 or torch.int32")
     if table.layout.rotary_dim > q.shape[2]:
         raise InvalidRequest(
-            f"heads have {q.shape[2]} elements, the table turns {table.layout.rotary_dim} of them"
+            f"heads have {q.shape[2]} elements, the table rotates {table.layout.rotary_dim} of them"
         )
     if q.dtype != k.dtype or q.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        raise InvalidRequest(f"q is {q.dtype} and k {k.dtype}, need float32, float16 or bfloat16, both alike")
+        raise InvalidRequest(
+            f"q is {q.dtype} and k {k.dtype}, need float32, float16 or bfloat16, the same for both"
+        )
     devices = {tensor.device for tensor in (q, k, positions, table.cos_sin)}
     if len(devices) > 1:
-        raise InvalidRequest(f"q, k, positions and table lie on {sorted(map(str, devices))}, need one device")
+        raise InvalidRequest(f"q, k, positions and table are on {sorted(map(str, devices))}, need one device")
 
 
 def _rotate(q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, table: RotaryTable) -> None:
@@ -232,5 +234,5 @@ def _rotate(q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, table: Ro
         sin = table.cos_sin[positions_TF, pairs + half][:, None]
         for x in (q, k):
             first, second = x[..., :half].float(), x[..., half : 2 * half].float()
-            turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-            x[..., : 2 * half] = turned.to(x.dtype)
+            rotated = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+            x[..., : 2 * half] = rotated.to(x.dtype)

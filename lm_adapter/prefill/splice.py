@@ -202,8 +202,8 @@ class Splicer:
         if start < 0:
             raise InvalidRequest(f"a chunk starts at token 0 or later, got {start}")
         pieces = []
-        for place in range(bisect.bisect_right(self._segment_ends, start), len(self._segments)):
-            index, row, segment_start, segment_end = self._segments[place]
+        for number in range(bisect.bisect_right(self._segment_ends, start), len(self._segments)):
+            index, row, segment_start, segment_end = self._segments[number]
             first, last = max(segment_start, start), min(segment_end, end)
             if first >= last:
                 break
@@ -315,14 +315,14 @@ def _splice_torch(
     width = inputs_embeds.shape[1]
     if per_token:
         deepstack.zero_()
-    place = 0
+    num_copied = 0
     for rows, row, token, length in pieces:
         moved = rows[row : row + length].to(inputs_embeds.dtype)
         inputs_embeds[token : token + length] = moved[:, :width]
-        first = token if per_token else place
+        first = token if per_token else num_copied
         for level in range(len(deepstack)):
             deepstack[level, first : first + length] = moved[:, (level + 1) * width : (level + 2) * width]
-        place += length
+        num_copied += length
     return _upload(_row_table(pieces)[1], inputs_embeds.device)
 
 
@@ -334,14 +334,14 @@ def _splice_triton(
 
     pieces = [_contiguous(piece) for piece in pieces]
     addresses, visual_tokens = _row_table(pieces)
-    tokens, places = visual_tokens, np.arange(len(visual_tokens))
+    tokens, indices = visual_tokens, np.arange(len(visual_tokens))
     if per_token:
         is_text = np.ones(len(inputs_embeds), dtype=np.bool_)
         is_text[visual_tokens] = False
         text_tokens = np.flatnonzero(is_text)
         addresses = np.concatenate([addresses, np.full(len(text_tokens), _NO_ROW)])
-        tokens = places = np.concatenate([visual_tokens, text_tokens])
-    tables = [np.stack([addresses, tokens, places])]
+        tokens = indices = np.concatenate([visual_tokens, text_tokens])
+    tables = [np.stack([addresses, tokens, indices])]
     dtypes = sorted({piece.rows.dtype for piece in pieces}, key=str) or [inputs_embeds.dtype]
     if len(dtypes) > 1:
         dtype_of_row = np.zeros(len(tokens), dtype=np.int64)

@@ -28,7 +28,7 @@ class DeviceMemory:
         import torch
 
         self._torch = torch
-        self._driver = _load_driver()
+        self._driver = load_driver()
         self.size_bytes = size_bytes
         self.device = resolve_device(device)
         self._unmap_steps: list[tuple[str, tuple[Any, ...]]] = []
@@ -121,7 +121,7 @@ class DeviceMemory:
     @contextlib.contextmanager
     def _context(self) -> Iterator[None]:
         """Makes the device's primary context current on this thread."""
-        _call(self._driver, "cuCtxPushCurrent", _primary_context(self.device.index))
+        _call(self._driver, "cuCtxPushCurrent", primary_context(self.device.index))
         try:
             yield
         finally:
@@ -140,7 +140,7 @@ def resolve_device(device: str | int | torch.device) -> torch.device:
         raise MappingFailed("no CUDA device is visible to this process")
     found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     if found.type != "cuda":
-        raise MappingFailed(f"device arenas are read by a CUDA device, {found} is none")
+        raise MappingFailed(f"device arenas are read by a CUDA device, got {found}")
     index = found.index if found.index is not None else torch.cuda.current_device()
     if index >= torch.cuda.device_count():
         raise MappingFailed(f"device {index} of {torch.cuda.device_count()} CUDA devices does not exist")
@@ -151,7 +151,7 @@ def resolve_device(device: str | int | torch.device) -> torch.device:
 def relaxed_capture() -> Iterator[None]:
     """Calls of this thread neither fail nor invalidate a capture of another thread. Raises MissingDependency
     without cuda-bindings."""
-    driver = _load_driver()
+    driver = load_driver()
     relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
     previous = _call(driver, "cuThreadExchangeStreamCaptureMode", relaxed)
     try:
@@ -161,7 +161,7 @@ def relaxed_capture() -> Iterator[None]:
 
 
 @functools.cache
-def _load_driver() -> Any:
+def load_driver() -> Any:
     try:
         from cuda.bindings import driver
     except ImportError as error:
@@ -184,8 +184,8 @@ def _call(driver: Any, name: str, *arguments: Any) -> Any:
 
 
 @functools.cache
-def _primary_context(index: int) -> Any:
+def primary_context(index: int) -> Any:
     """The context that torch uses on the device, retained for the life of the process."""
-    driver = _load_driver()
+    driver = load_driver()
     _call(driver, "cuInit", 0)
     return _call(driver, "cuDevicePrimaryCtxRetain", _call(driver, "cuDeviceGet", index))

@@ -79,7 +79,7 @@ def _map_sealed(fd: int, size_bytes: int) -> mmap.mmap:
     try:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     except OSError as error:
-        raise MappingFailed("the shared memory is no memfd and could shrink") from error
+        raise MappingFailed("the shared memory is not a memfd and could shrink") from error
     if seals & _SIZE_SEALS != _SIZE_SEALS:
         raise MappingFailed(
             f"the shared memory has seals {seals:#x}, {_SIZE_SEALS:#x} are needed",

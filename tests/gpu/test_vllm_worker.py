@@ -66,8 +66,7 @@ def new_engine(service: RunningService, checkpoint: Path, transport: str = "devi
         request = found.request(*some)
         found.fetch(request)
         found.finish(request)
-        client = found.readers[0]._client
-        return client is not None and client.transport.name == transport
+        return found.readers[0].transport == transport
 
     try:
         wait_until(reads_so, f"rows by {transport}", 30)
@@ -110,7 +109,7 @@ def test_p39_rows_are_read_on_the_device_and_handed_over_without_a_copy(
     request = engine.request(*chosen)
     engine.fetch(request)
     step = engine.schedule(request)
-    read = {identifier: engine.readers[0]._rows[number] for number, identifier in step.hand_over}
+    read = {identifier: engine.readers[0].rows[number] for number, identifier in step.hand_over}
     assert {rows.device for rows in read.values()} == {CUDA}
     engine.load(step)
     (cache,) = engine.caches

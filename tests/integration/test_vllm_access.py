@@ -110,7 +110,7 @@ def test_files_that_are_half_replaced_when_the_first_image_comes_are_read_again(
     own = {name: shutil.copy(secured.access[name], tmp_path) for name in ("tls_cert", "tls_key")}
     with secured.engine(half, {**secured.access, **own}) as engine:
         shutil.copy(Authority(tmp_path / "new").issue("reader").key, own["tls_key"])
-        assert "are no certificate and its key" in engine.failure(engine.request(secured.image))
+        assert "are not a certificate and its key" in engine.failure(engine.request(secured.image))
         shutil.copy(secured.access["tls_key"], own["tls_key"])
         request = engine.request(secured.image)
         engine.fetch(request)

@@ -1,15 +1,18 @@
-"""Both halves of the vLLM connector, their link and several ranks, against a scripted encoder."""
+"""The vLLM connector's socket and its ranks, against a scripted encoder: rows, drops, connections.
+
+Which requests wait for which rows is the scheduler's: ``tests/unit/lm_adapter/test_vllm_scheduler.py``. Whole
+servers of vLLM are in ``tests/engines``."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import re
 import secrets
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from typing import Any, Self
 
 import grpc
 import pytest
@@ -23,18 +26,17 @@ from lm_adapter.engines.vllm.rank_socket import (
     StepRows,
     connect,
     receive,
+    report,
     send,
 )
-from lm_adapter.engines.vllm.worker.ranks import RankReader
-from lm_adapter.errors import InvalidRequest, ItemFailed
+from lm_adapter.errors import EncoderError, InvalidRequest, ItemFailed
 from lm_adapter.items import Grid
 from lm_adapter.testing import FakeEncoder, FakeScript, Fault, fake_model, fake_rows
 from tests.ports import free_port
 from tests.unit.lm_adapter.connector_rig import BUSY, Engine, Image, Request, engine_config
 from tests.waiting import wait_until
-from vision_encoder.v1 import encoder_pb2 as pb
 
-BROKEN = "INTERNAL: the link to a worker of the engine broke"
+BROKEN = "INTERNAL: the connection to a worker of the engine broke"
 GRID = Grid(1, 4, 6)
 NUM_ROWS, WIDTH = 6, 128
 
@@ -104,79 +106,73 @@ def serve(engine: Engine, *images: Image) -> None:
     complete(engine, engine.request(*images), *images)
 
 
-class Hold:
-    """Holds a rank's reads back until ``release``."""
+class Rank:
+    """A connection to the scheduler's socket, as that of a rank or of a stranger. A context manager."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, reader: RankReader) -> None:
-        self._released = asyncio.Event()
-        self._loop = reader._loop
-        self._read = reader._rows_of
-        monkeypatch.setattr(reader, "_rows_of", self._late)
+    def __init__(self, engine: Engine) -> None:
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.socket.settimeout(30)
+        self.socket.connect(f"\0{engine.scheduler.rank_socket.name}".encode())
 
-    def release(self) -> None:
-        self._loop.call_soon_threadsafe(self._released.set)
+    def __enter__(self) -> Self:
+        return self
 
-    async def _late(self, order: RowsOrder) -> Any:
-        await self._released.wait()
-        return await self._read(order)
+    def __exit__(self, *_exc: object) -> None:
+        self.socket.close()
+
+    def receive(self) -> Any:
+        (length,) = LENGTH.unpack(self.socket.recv(LENGTH.size, socket.MSG_WAITALL))
+        return json.loads(self.socket.recv(length, socket.MSG_WAITALL))
+
+    def report(self, number: int, error: EncoderError | None = None) -> None:
+        body = json.dumps(report(number, error)).encode()
+        self.socket.sendall(LENGTH.pack(len(body)) + body)
 
 
 # Rows -----------------------------------------------------------------------------------------------------
 
 
-def test_a_request_is_ready_once_every_rank_has_its_rows(
-    encoder: FakeEncoder, engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hold = Hold(monkeypatch, engine.readers[1])
+def test_a_request_is_ready_once_every_rank_has_its_rows(encoder: FakeEncoder, new_engine: NewEngine) -> None:
+    engine = new_engine(num_workers=1)
     image = new_image(encoder)
     request = started(engine, image)
-    wait_until(
-        lambda: [len(order.missing) for order in engine.link._pending.values()] == [1], "the first rank"
-    )
-    assert not engine.is_ready(request)
-    assert not engine.scheduler.has_cache_item(image.identifier)
-    assert encoder.num_calls["Fetch"] == 1
-    hold.release()
-    engine.fetch(request)
+    with Rank(engine) as second:
+        number = second.receive()["read"]
+        wait_until(lambda: number in engine.readers[0].rows, "the first rank's rows")
+        engine.scheduler.tracker.wait(0.1)
+        assert not engine.is_ready(request)
+        assert not engine.scheduler.has_cache_item(image.identifier)
+        second.report(number)
+        engine.fetch(request)
     assert engine.scheduler.has_cache_item(image.identifier)
-    assert encoder.num_calls["Fetch"] == 2
-    assert encoder.num_calls["Encode"] == 0
+    assert (encoder.num_calls["Prefetch"], encoder.num_calls["Fetch"], encoder.num_calls["Encode"]) == (
+        1,
+        1,
+        0,
+    )
 
 
-def test_rows_are_handed_over_to_every_rank_without_a_copy(encoder: FakeEncoder, engine: Engine) -> None:
-    images = [new_image(encoder) for _ in range(3)]
-    request = started(engine, *images)
-    engine.fetch(request)
-    step = engine.schedule(request)
-    assert [identifier for _, identifier in step.hand_over] == [image.identifier for image in images]
-    assert engine.scheduler.build_connector_meta(BUSY) == StepRows()
-    read = [dict(reader._rows) for reader in engine.readers]
-    engine.load(step)
-    for rows, cache in zip(read, engine.caches, strict=True):
-        for number, identifier in step.hand_over:
-            assert cache[identifier] is rows[number]
-    assert_rows(engine, *images)
-    engine.finish(request)
-    engine.wait_empty()
-    assert not any(engine.scheduler.has_cache_item(image.identifier) for image in images)
-
-
-def test_p21_rows_stay_until_the_step_that_computes_with_them_has_begun(
+def test_p21_rows_are_handed_over_without_a_copy_and_stay_until_their_step_has_begun(
     encoder: FakeEncoder, engine: Engine
 ) -> None:
-    """The scheduler may be steps ahead of the workers, and its drops on another way."""
-    image, other = new_image(encoder), new_image(encoder)
-    request = engine.request(image)
-    engine.fetch(request)
-    step = engine.schedule(request)
-    engine.finish(request)
-    second = engine.request(other)
-    engine.fetch(second)  # orders of rows overtake steps
+    """The scheduler may be steps ahead of the workers, and orders of rows overtake steps."""
+    images, other = [new_image(encoder) for _ in range(3)], new_image(encoder)
+    first, second = engine.request(*images), engine.request(other)
+    engine.fetch(first)
+    step = engine.schedule(first)
+    assert [identifier for _, identifier in step.hand_over] == [image.identifier for image in images]
+    assert engine.scheduler.build_connector_meta(BUSY) == StepRows()
+    engine.finish(first)
+    engine.fetch(second)
     later = engine.schedule(second)
+    read = [dict(reader.rows) for reader in engine.readers]
     engine.load(step)
     engine.load(later)
-    assert_rows(engine, image, other)
-    assert [list(reader._rows) for reader in engine.readers] == [[later.hand_over[0][0]]] * 2
+    for rows, cache, reader in zip(read, engine.caches, engine.readers, strict=True):
+        for number, identifier in step.hand_over + later.hand_over:
+            assert cache[identifier] is rows[number]
+        assert list(reader.rows) == [number for number, _ in later.hand_over]
+    assert_rows(engine, *images, other)
     engine.finish(second)
     engine.wait_empty()
 
@@ -185,13 +181,8 @@ def test_p21_rows_stay_until_the_step_that_computes_with_them_has_begun(
     ("fault", "text"),
     [
         (Fault.WRONG_WIDTH, "width is 132, expected 128|rows of .* 132 .* 128"),
-        (Fault.WRONG_DTYPE, "dtype is uint8, expected .*float32"),
-        (Fault.WRONG_NUM_ROWS, "7 rows, .* needs 6"),
-        (Fault.WRONG_GRID, r"\[1, 5, 6\], expected .* multiples of 2"),
-        (Fault.GARBAGE, "STREAM_VIOLATION"),
         (Fault.NON_FINITE, "2 of 768 elements are NaN or infinite, the first in row 5; expected 0"),
     ],
-    ids=lambda value: value.name if isinstance(value, Fault) else "",
 )
 def test_p22_p33_wrong_rows_fail_their_image_alone(
     fault: Fault, text: str, encoder: FakeEncoder, new_engine: NewEngine
@@ -201,18 +192,9 @@ def test_p22_p33_wrong_rows_fail_their_image_alone(
     request = started(engine, good)
     assert re.search(text, engine.failure(engine.request(bad)))
     complete(engine, request, good)
-    serve(engine, new_image(encoder))
     assert not any(bad.identifier in cache for cache in engine.caches)
     encoder.script.faults.clear()
     serve(engine, bad)
-
-
-def test_p22_the_encoders_grid_decides(encoder: FakeEncoder, engine: Engine) -> None:
-    image = new_image(encoder)
-    encoder.script.grids[image.digest] = Grid(1, 6, 4)
-    failure = engine.failure(engine.request(image))
-    assert "grid_thw is [1, 6, 4], the prompt was made for [1, 4, 6]" in failure
-    assert encoder.num_calls["Fetch"] == 0
 
 
 def test_p22_rows_of_another_model_are_refused_and_a_new_encoders_are_compared_with_its_own(
@@ -230,49 +212,15 @@ def test_p22_rows_of_another_model_are_refused_and_a_new_encoders_are_compared_w
 # Encoders that fail ---------------------------------------------------------------------------------------
 
 
-class ForgetfulEncoder(FakeEncoder):
-    """Loses its rows after the next num_lost calls of Prefetch. failure: of every later call for the same
-    images."""
-
-    num_lost = 1
-    failure: ItemFailed | None = None
-
-    def _prefetch(self, request: Any, context: Any) -> bytes:
-        answer = super()._prefetch(request, context)
-        if self.num_lost:
-            self.num_lost -= 1
-            with self._lock:
-                self._held.clear()
-        if self.failure is not None:
-            self.script.failures = {item.content_digest: self.failure for item in request.items}
-        return answer
-
-
-@pytest.fixture
-def forgetful() -> Iterator[ForgetfulEncoder]:
-    with ForgetfulEncoder() as fake:
-        yield fake
-
-
-def test_p32_rows_that_a_rank_finds_gone_are_encoded_once_and_read_again(
-    forgetful: ForgetfulEncoder,
+def test_p32_rows_that_ranks_find_gone_are_encoded_once_and_ordered_again(
+    encoder: FakeEncoder, engine: Engine
 ) -> None:
-    with Engine(engine_config(forgetful.target, num_ranks=2)) as engine:
-        serve(engine, new_image(forgetful))
-        assert forgetful.num_calls["Prefetch"] == 2
-        assert forgetful.num_calls["Fetch"] in (3, 4)
-        forgetful.num_lost = 2
-        assert engine.failure(engine.request(new_image(forgetful))).startswith("UNKNOWN_KEY: ")
-        assert forgetful.num_calls["Prefetch"] == 4
-        assert forgetful.num_calls["Encode"] == 0  # rows go to ranks alone
-        engine.wait_empty()
-
-
-def test_p32_an_image_whose_encode_failed_fails_with_the_encodes_reason(forgetful: ForgetfulEncoder) -> None:
-    """Its rows are gone as well; only the encoder knows why."""
-    forgetful.failure = ItemFailed("no image has 3 legs", reason="DECODE_FAILED", status=3)
-    with Engine(engine_config(forgetful.target, num_ranks=2)) as engine:
-        assert engine.failure(engine.request(new_image(forgetful))) == "DECODE_FAILED: no image has 3 legs"
+    gone = ItemFailed("no rows have this key", reason="UNKNOWN_KEY", status=5)
+    encoder.script.call_failures["Fetch"] = (grpc.StatusCode.NOT_FOUND, gone)
+    assert engine.failure(engine.request(new_image(encoder))).startswith("UNKNOWN_KEY: ")
+    assert encoder.num_calls["Prefetch"] == 2
+    assert encoder.num_calls["Encode"] == 0  # rows go to ranks alone
+    engine.wait_empty()
 
 
 def test_p32_an_encoder_that_restarts_between_prefetch_and_read_is_asked_again(
@@ -287,85 +235,49 @@ def test_p32_an_encoder_that_restarts_between_prefetch_and_read_is_asked_again(
     assert encoder.num_calls["Prefetch"] > 0
 
 
-def test_p32_an_encoder_that_comes_back_is_waited_for(encoder: FakeEncoder, engine: Engine) -> None:
-    image = new_image(encoder)
-    encoder.stop()
-    request = started(engine, image)
-    engine.tracker.wait(0.3)
-    assert not engine.is_ready(request)
-    assert engine.scheduler.take_unavailable_requests() == set()
-    encoder.start()
-    complete(engine, request, image)
-
-
-@pytest.mark.parametrize("method", ["Prefetch", "Fetch"])
-def test_p32_passing_failures_are_repeated_for_retry_s(
-    method: str, encoder: FakeEncoder, new_engine: NewEngine
+def test_p32_passing_failures_of_reads_are_repeated_for_retry_s(
+    encoder: FakeEncoder, new_engine: NewEngine
 ) -> None:
-    """Fetch is the ranks'."""
     failure = ItemFailed("the service stops", reason="DRAINING", status=14, retryable=True)
-    encoder.script.call_failures[method] = (grpc.StatusCode.UNAVAILABLE, failure)
-    engine = new_engine(retry_s=0.3)
-    assert engine.failure(engine.request(new_image(encoder)), 15).startswith("DRAINING: ")
-    engine = new_engine()
-    image = new_image(encoder)
+    encoder.script.call_failures["Fetch"] = (grpc.StatusCode.UNAVAILABLE, failure)
+    assert engine_failure(new_engine(retry_s=0.3), encoder).startswith("DRAINING: ")
+    engine, image = new_engine(), new_image(encoder)
     request = started(engine, image)
-    num_calls = encoder.num_calls[method]
-    wait_until(lambda: encoder.num_calls[method] > num_calls + 4, "repeats")
+    num_calls = encoder.num_calls["Fetch"]
+    wait_until(lambda: encoder.num_calls["Fetch"] > num_calls + 4, "repeats")
     encoder.script.call_failures.clear()
     complete(engine, request, image)
 
 
-def test_p32_a_requested_pause_longer_than_the_retries_is_not_waited_for(
-    encoder: FakeEncoder, new_engine: NewEngine
+def engine_failure(engine: Engine, encoder: FakeEncoder) -> str:
+    return engine.failure(engine.request(new_image(encoder)), 15)
+
+
+def test_p17_p33_a_failure_of_any_length_fails_its_image_alone_with_all_that_it_states(
+    encoder: FakeEncoder, new_engine: NewEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    failure = ItemFailed("come back later", reason="BUSY", status=8, retryable=True, retry_after_ms=60_000)
-    encoder.script.call_failures["Prefetch"] = (grpc.StatusCode.RESOURCE_EXHAUSTED, failure)
-    engine = new_engine(timeout_s=600.0, retry_s=50.0)
-    assert engine.failure(engine.request(new_image(encoder)), 30).startswith("BUSY: ")
-    assert encoder.num_calls["Prefetch"] == 1
-
-
-class TalkativeEncoder(FakeEncoder):
-    """Says more than a frame of the link takes. failures: digest to that of reads. num_keys: so many of the
-    next keys are too long."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.failures: dict[bytes, ItemFailed] = {}
-        self.num_keys = 0
-
-    def _find(self, key: bytes, namespace: str) -> Any:
-        held = super()._find(key, namespace)
-        if held is not None and held.digest in self.failures:
-            raise self.failures[held.digest]
-        return held
-
-    def _prefetch(self, request: Any, context: Any) -> bytes:
-        answer = pb.PrefetchResponse.FromString(super()._prefetch(request, context))
-        if self.num_keys:
-            self.num_keys -= 1
-            for status in answer.statuses:
-                status.key = bytes(MAX_FRAME_BYTES)
-        return answer.SerializeToString()
-
-
-def test_p17_p33_long_texts_and_keys_of_an_encoder_fail_their_image_alone(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    long = "x" * MAX_FRAME_BYTES
-    with TalkativeEncoder() as encoder, Engine(engine_config(encoder.target, num_ranks=2)) as engine:
-        serve(engine, new_image(encoder))
-        bad, good = new_image(encoder), new_image(encoder)
-        request = started(engine, good)
-        encoder.failures[bad.digest] = ItemFailed(long, reason=long)
-        failure = engine.failure(engine.request(bad))
-        assert failure == f"{long[:MAX_REASON_CHARS]}: {long[:MAX_MESSAGE_CHARS]}"
-        encoder.num_keys = 1
-        failure = engine.failure(engine.request(new_image(encoder)))
-        assert failure == f"INVALID_ROWS: key has {MAX_FRAME_BYTES} bytes, expected 32"
-        complete(engine, request, good)
-        serve(engine, new_image(encoder))
+    """A frame above the limit would end the connection."""
+    engine, long = new_engine(num_workers=1, num_ranks=1, retry_s=5.0), "x" * MAX_FRAME_BYTES
+    serve(engine, new_image(encoder))
+    encoder.script.call_failures["Fetch"] = (
+        grpc.StatusCode.INVALID_ARGUMENT,
+        ItemFailed(long[:4000], reason=long[:200], status=3),
+    )
+    failure = engine_failure(engine, encoder)
+    assert failure.startswith(f"{long[:MAX_REASON_CHARS]}: ")
+    assert len(failure) == MAX_REASON_CHARS + 2 + MAX_MESSAGE_CHARS
+    frame = report(1, ItemFailed(long, reason=long))
+    assert len(json.dumps(frame)) < MAX_FRAME_BYTES
+    # A pause that is longer than the retries last is not waited for.
+    encoder.script.call_failures["Fetch"] = (
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        ItemFailed("come back later", reason="BUSY", status=8, retryable=True, retry_after_ms=60_000),
+    )
+    num_calls = encoder.num_calls["Fetch"]
+    assert engine_failure(engine, encoder).startswith("BUSY: ")
+    assert encoder.num_calls["Fetch"] == num_calls + 1
+    encoder.script.call_failures.clear()
+    serve(engine, new_image(encoder))
     assert max(len(record.getMessage()) for record in caplog.records) < 2 * MAX_MESSAGE_CHARS
 
 
@@ -373,14 +285,17 @@ def test_p17_p33_long_texts_and_keys_of_an_encoder_fail_their_image_alone(
 
 
 def test_p32_a_slow_rank_ends_in_its_deadline_with_both_figures(
-    encoder: FakeEncoder, new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch
+    encoder: FakeEncoder, new_engine: NewEngine
 ) -> None:
-    engine = new_engine(timeout_s=3.0)
-    hold = Hold(monkeypatch, engine.readers[1])
-    failure = engine.failure(engine.request(new_image(encoder)))
-    assert re.fullmatch(r"DEADLINE_EXCEEDED: 1 of 2 ranks have no rows after [2-9]\.\d s", failure)  # of 3 s
+    engine = new_engine(num_workers=1, timeout_s=1.0)
+    with Rank(engine) as slow:
+        failure = engine_failure(engine, encoder)
+        number = slow.receive()["read"]
+        assert slow.receive() == {"drop": number}
+    assert re.fullmatch(r"DEADLINE_EXCEEDED: 1 of 2 ranks have no rows after [01]\.\d s", failure)  # of 1 s
     engine.wait_empty()
-    hold.release()
+    wait_until(lambda: engine.scheduler.rank_socket.num_connected == 1, "the slow rank's end")
+    engine.start_worker()
     serve(engine, new_image(encoder))
 
 
@@ -390,25 +305,8 @@ def test_a_request_that_ends_cancels_the_calls_of_its_reads(encoder: FakeEncoder
     engine.scheduler.request_finished(request)
     wait_until(lambda: encoder.num_cancelled["Fetch"] == 2, "the calls' ends")
     engine.wait_empty()
-    assert not engine.encoder_thread.completed
+    assert not engine.scheduler.encoder_thread.completed
     serve(engine, new_image(encoder))
-
-
-def test_p17_rows_that_arrive_as_their_request_ends_are_dropped(
-    encoder: FakeEncoder, engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """After the scheduler's half has looked for what ended, and before it cancels."""
-    hold, cancel = Hold(monkeypatch, engine.readers[0]), engine.encoder_thread.cancel
-
-    def late_cancel(handle: object) -> None:
-        hold.release()
-        wait_until(lambda: engine.encoder_thread.completed)
-        cancel(handle)
-
-    monkeypatch.setattr(engine.encoder_thread, "cancel", late_cancel)
-    engine.scheduler.request_finished(started(engine, new_image(encoder)))
-    assert engine.encoder_thread.completed
-    engine.wait_empty(timeout_s=5)
 
 
 def test_p17_ranks_hold_nothing_after_many_requests_that_end_at_any_time(
@@ -439,40 +337,30 @@ def test_p17_ranks_hold_nothing_after_many_requests_that_end_at_any_time(
                 engine.finish(request)
                 del running[request]
                 num_computed += 1
-        engine.tracker.wait(chance.choice((0, 0.001, 0.005)))
+        engine.scheduler.tracker.wait(chance.choice((0, 0.001, 0.005)))
     assert num_computed > 50
     assert_rows(engine, *images)
     for _ in range(2):
         serve(engine, new_image(encoder))  # its orders come after all others
 
 
-# The link -------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def connection(engine: Engine) -> Iterator[socket.socket]:
-    """To the link, as a rank's or a stranger's."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as found:
-        found.settimeout(30)
-        found.connect(f"\0{engine.link._name}".encode())
-        yield found
+# Connections ----------------------------------------------------------------------------------------------
 
 
 def test_p32_a_worker_that_goes_fails_what_waits_for_it(encoder: FakeEncoder, new_engine: NewEngine) -> None:
-    engine = new_engine(num_workers=1, timeout_s=3.0)
-    image = new_image(encoder, Fault.HANG)
-    request = started(engine, image)
-    with connection(engine) as rank:
-        assert rank.recv(LENGTH.size)  # of an order
+    engine = new_engine(num_workers=1, timeout_s=1.5)
+    request = started(engine, new_image(encoder, Fault.HANG))
+    with Rank(engine) as rank:
+        assert "read" in rank.receive()
         wait_until(lambda: encoder.num_calls["Fetch"] == 1, "the other rank's read")
     assert engine.failure(request) == BROKEN
     wait_until(lambda: encoder.num_cancelled["Fetch"] == 1, "the other rank's end of the call")
     engine.wait_empty()
-    later = engine.failure(engine.request(new_image(encoder)))
-    assert later.startswith("DEADLINE_EXCEEDED: 1 of 2 ranks are away, or on another host, after")
+    failure = engine_failure(engine, encoder)
+    assert failure.startswith("DEADLINE_EXCEEDED: 1 of 2 ranks are away, or on another host, after")
 
 
-def test_p32_a_rank_whose_link_breaks_connects_again(encoder: FakeEncoder, engine: Engine) -> None:
+def test_p32_a_rank_whose_connection_breaks_connects_again(encoder: FakeEncoder, engine: Engine) -> None:
     """Rows that it has confirmed stay; those that are dropped meanwhile leave when it is back."""
     kept, ended, late = (new_image(encoder, fault) for fault in (None, None, Fault.HANG))
     of_kept, of_ended = engine.request(kept), engine.request(ended)
@@ -481,17 +369,14 @@ def test_p32_a_rank_whose_link_breaks_connects_again(encoder: FakeEncoder, engin
     step = engine.schedule(of_kept)
     of_late = started(engine, late)
     wait_until(lambda: encoder.num_calls["Fetch"] == 6, "the reads")
-    before = set(engine.link._ranks)
-
-    async def break_all() -> None:
-        for writer in before:
-            writer.close()
-
-    engine.encoder_thread.run_coroutine(break_all())
+    ranks, scheduler = engine.scheduler.rank_socket, engine.scheduler.encoder_thread
+    scheduler.run_coroutine(ranks.close())
+    wait_until(lambda: ranks.num_connected == 0, "the ends of the connections")
     engine.scheduler.request_finished(of_ended)
     assert engine.failure(of_late) == BROKEN
     wait_until(lambda: encoder.num_cancelled["Fetch"] == 2, "the ends of the reads")
-    wait_until(lambda: len(engine.link._ranks - before) == 2, "the ranks' return")
+    scheduler.run_coroutine(ranks.open())
+    wait_until(lambda: ranks.num_connected == 2, "the ranks' return")
     engine.load(step)
     assert_rows(engine, kept)
     engine.finish(of_kept)
@@ -511,27 +396,27 @@ def test_p32_a_rank_that_comes_as_another_goes_confirms_nothing_alone(num_passes
                 send(writer, {"done": frame["read"]})
 
     async def order() -> None:
-        link = RankSocket(f"link-of-a-test-{secrets.token_hex(16)}", 2)
-        await link.open()
-        _, first = await connect(link._name)
-        reading = asyncio.create_task(link.read(RowsOrder(1, b"key", b"digest", GRID), 0.3))
-        while not link._ranks:  # noqa: ASYNC110 - the link has no event of its own for one rank
+        ranks = RankSocket(f"socket-of-a-test-{secrets.token_hex(16)}", 2)
+        await ranks.open()
+        _, first = await connect(ranks.name)
+        reading = asyncio.create_task(ranks.read(RowsOrder(1, b"key", b"digest", GRID), 0.3))
+        while not ranks.num_connected:  # noqa: ASYNC110 - there is no event of one rank's arrival
             await asyncio.sleep(0)
         with socket.socket(socket.AF_UNIX) as late:
             late.setblocking(False)
-            late.connect(f"\0{link._name}")
+            late.connect(f"\0{ranks.name}")
             for _ in range(num_passes):
                 await asyncio.sleep(0)
             first.transport.abort()
             reader, writer = await asyncio.open_unix_connection(sock=late)
             answering = asyncio.create_task(answer(reader, writer))
             try:
-                with pytest.raises(ItemFailed, match=r"1 of 2 ranks are away|the link .* broke"):
+                with pytest.raises(ItemFailed, match=r"1 of 2 ranks are away|the connection .* broke"):
                     await reading
             finally:
                 answering.cancel()
                 writer.close()
-                await link.close()
+                await ranks.close()
 
     asyncio.run(order())
 
@@ -541,8 +426,8 @@ def test_p33_a_connection_beyond_the_ranks_disturbs_nothing(encoder: FakeEncoder
     request = started(engine, image)
     wait_until(lambda: encoder.num_calls["Fetch"] == 2, "the reads")
     for _ in range(3):
-        with connection(engine) as stranger:
-            assert stranger.recv(1) == b""
+        with Rank(engine) as stranger:
+            assert stranger.socket.recv(1) == b""
     encoder.resume()
     complete(engine, request, image)
 
@@ -561,10 +446,10 @@ def test_p33_a_stranger_among_the_ranks_is_closed_at_its_first_wrong_frame(
     content: bytes, encoder: FakeEncoder, new_engine: NewEngine
 ) -> None:
     engine = new_engine(num_workers=1)
-    wait_until(lambda: len(engine.link._ranks) == 1, "the first rank")
-    with connection(engine) as stranger:
-        stranger.sendall(content)
-        assert stranger.recv(1) == b""
+    wait_until(lambda: engine.scheduler.rank_socket.num_connected == 1, "the first rank")
+    with Rank(engine) as stranger:
+        stranger.socket.sendall(content)
+        assert stranger.socket.recv(1) == b""
     engine.start_worker()
     serve(engine, new_image(encoder))
 

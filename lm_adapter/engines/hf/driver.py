@@ -318,6 +318,6 @@ def _check_vocabulary(prompt: ExpandedPrompt, vocab_size: int) -> None:
     outside = text[(text < 0) | (text >= vocab_size)]
     if len(outside):
         raise InvalidRequest(
-            f"{len(outside)} of {len(text)} text ids lie outside the vocabulary of {vocab_size}, "
+            f"{len(outside)} of {len(text)} text ids are outside the vocabulary of {vocab_size}, "
             f"the first is {int(outside[0])}"
         )

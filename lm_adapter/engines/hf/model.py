@@ -12,19 +12,17 @@ the service.
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
-import importlib.util
 import json
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lm_adapter.engines.hf.checkpoint import read_config, vision_interface
 from lm_adapter.engines.hf.driver import RemoteVisionLM
-from lm_adapter.errors import InvalidRequest, MissingDependency
+from lm_adapter.engines.hf.transformers_import import import_transformers
+from lm_adapter.errors import InvalidRequest
 
 if TYPE_CHECKING:
     import torch
@@ -152,34 +150,3 @@ def _read_head(path: Path) -> torch.Tensor | None:
                     head_VD: torch.Tensor = opened.get_tensor(name)
                     return head_VD
     return None
-
-
-_DECLARED: list[Any] = []
-"""Keeps the Library objects alive: an operator declaration ends with its object."""
-
-
-@functools.cache
-def import_transformers() -> Any:
-    """Imports ``transformers``. Raises MissingDependency without torch or transformers.
-
-    The model files of transformers import torchvision if it is installed. A CUDA build of torchvision fails
-    to import with a CPU build of torch, because two operators are not declared. This function declares them;
-    they are never called."""
-    try:
-        import torch
-
-        transformers = importlib.import_module("transformers")
-    except ImportError as error:
-        raise MissingDependency(error.name or "transformers", "lm_adapter.engines.hf") from error
-    if importlib.util.find_spec("torchvision") is None:
-        return transformers
-    try:
-        importlib.import_module("torchvision")
-    except RuntimeError:
-        for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
-            del sys.modules[name]
-        library: Any = torch.library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]
-        for operator in ("nms", "qnms"):
-            library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        _DECLARED.append(library)
-    return transformers

@@ -86,7 +86,7 @@ class EncoderThread:
             self._has_ended.wait(timeout_s)
 
     def close(self) -> None:
-        """Ends the thread. Harmless when repeated."""
+        """Ends the thread. Can be repeated."""
         if not self._loop.is_closed() and self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(CLOSE_S)
@@ -151,4 +151,4 @@ class EncoderThread:
             return error
         except Exception as error:
             # No error may end more than this item.
-            return ItemFailed(f"asking the encoder failed: {type(error).__name__}: {error}")
+            return ItemFailed(f"the call to the encoder failed: {type(error).__name__}: {error}")

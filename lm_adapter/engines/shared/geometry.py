@@ -6,13 +6,21 @@ Reads the ModelConfig of vLLM or SGLang by attribute. Imports no torch.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from lm_adapter.checks import check_rows
 from lm_adapter.engines.hf.checkpoint import vision_interface
 from lm_adapter.errors import InvalidRequest, InvalidRows
 from lm_adapter.items import Grid
 from lm_adapter.types import ITEMSIZE_BYTES, ROW_DTYPES, EncodedRows
+
+
+class TextModelConfig(Protocol):
+    """What is read of the ModelConfig of vLLM or SGLang. hf_config: transformers' configuration of the model.
+    dtype: a torch.dtype, or its name."""
+
+    hf_config: Any
+    dtype: Any
 
 
 @dataclass(frozen=True)
@@ -27,8 +35,8 @@ class Geometry:
     check_finite: bool = False
 
     @classmethod
-    def of_model(cls, model_config: Any, *, check_finite: bool = False) -> Geometry:
-        """From the ModelConfig of vLLM or SGLang. Raises InvalidRequest for other families and dtypes."""
+    def of_model(cls, model_config: TextModelConfig, *, check_finite: bool = False) -> Geometry:
+        """Raises InvalidRequest for other families and dtypes."""
         config = model_config.hf_config
         interface = vision_interface(config.to_dict())
         dtype = str(model_config.dtype).removeprefix("torch.")

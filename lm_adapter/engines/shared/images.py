@@ -47,7 +47,7 @@ class ImageFile:
 
     @classmethod
     def read(cls, data: bytes) -> ImageFile:
-        """Decodes no pixels. Raises ValueError for a file that is no image."""
+        """Decodes no pixels. Raises ValueError if it is not an image."""
         from PIL import Image
 
         Image.init()  # loads the plugins at the first call

@@ -18,6 +18,7 @@ Each folder is one of vLLM's processes. The modules beside them are for several:
 - ``rank_socket``  orders and reports between the scheduler and the workers
 - ``failures``     why a request failed, from the scheduler to the API server
 - ``settings``     the settings
+- ``vllm_types``   what is read of vLLM's configuration and scheduler
 
 ``shared.encoder_thread`` is the thread that calls the encoder, ``shared.geometry`` the rows of a model.
 """

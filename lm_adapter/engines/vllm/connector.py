@@ -16,8 +16,10 @@ from lm_adapter.engines.vllm.failures import send_report
 from lm_adapter.engines.vllm.models import check_model
 from lm_adapter.engines.vllm.rank_socket import RankSocket, StepRows
 from lm_adapter.engines.vllm.scheduler import vllm_cache_view
+from lm_adapter.engines.vllm.scheduler.items import VllmRequest
 from lm_adapter.engines.vllm.scheduler.tracker import RequestTracker
 from lm_adapter.engines.vllm.settings import Settings
+from lm_adapter.engines.vllm.vllm_types import SchedulerOutput, VllmConfig
 from lm_adapter.engines.vllm.worker.ranks import RankReader
 from lm_adapter.errors import InvalidRequest
 
@@ -31,13 +33,17 @@ leave no time to other processes for seconds, not even to an encoder on the same
 
 
 class ConnectorMethods:
-    """Every method that vLLM calls. The base class's initialiser keeps configuration and role."""
+    """Every method that vLLM calls. The base class's initialiser keeps configuration and role.
+
+    encoder_thread, rank_socket, tracker: in the scheduler, None in a worker. reader: in a worker that reads
+    rows, else None."""
 
     _connector_metadata: Any
 
-    def __init__(self, vllm_config: Any, role: Any) -> None:
+    def __init__(self, vllm_config: VllmConfig, role: Any) -> None:
         super().__init__(vllm_config, role)  # type: ignore[call-arg]
         transfer = vllm_config.ec_transfer_config
+        assert transfer is not None, "vLLM makes a connector only where one is configured"
         if transfer.is_ec_producer:
             raise InvalidRequest(f"ec_role is {transfer.ec_role}, this connector is an ec_consumer")
         check_model(vllm_config)
@@ -49,40 +55,41 @@ class ConnectorMethods:
         parallel = vllm_config.parallel_config
         # Other ranks of data parallelism would wait too.
         self._may_wait = parallel.data_parallel_size == 1
-        self._encoder_thread: EncoderThread | None = None
-        self._tracker: RequestTracker | None = None
-        self._reader: RankReader | None = None
-        link_name = f"vision-encoder-{transfer.engine_id}-{parallel.data_parallel_index}"
+        self.encoder_thread: EncoderThread | None = None
+        self.rank_socket: RankSocket | None = None
+        self.tracker: RequestTracker | None = None
+        self.reader: RankReader | None = None
+        socket_name = f"vision-encoder-{transfer.engine_id}-{parallel.data_parallel_index}"
         if role.name == "SCHEDULER":
             num_ranks = parallel.tensor_parallel_size * parallel.prefill_context_parallel_size
-            self._encoder_thread = EncoderThread(settings, name="requests")
-            self._link = RankSocket(link_name, num_ranks)
-            self._encoder_thread.run_coroutine(self._link.open())
-            self._tracker = RequestTracker(
-                self._encoder_thread,
-                self._link,
+            self.encoder_thread = EncoderThread(settings, name="requests")
+            self.rank_socket = RankSocket(socket_name, num_ranks)
+            self.encoder_thread.run_coroutine(self.rank_socket.open())
+            self.tracker = RequestTracker(
+                self.encoder_thread,
+                self.rank_socket,
                 geometry,
                 settings,
                 step_tokens=vllm_config.scheduler_config.max_num_batched_tokens
                 + vllm_config.num_prefill_lookahead_tokens,
                 report=send_report,
             )
-            vllm_cache_view.watch(vllm_config, self._tracker)
+            vllm_cache_view.watch(vllm_config, self.tracker)
             logger.info("image rows come from the encoder at %s as %s", settings.target, geometry)
-        elif _computes_embeddings():
-            self._reader = RankReader(settings, geometry, vllm_config.device_config.device, link_name)
+        elif computes_embeddings():
+            self.reader = RankReader(settings, geometry, vllm_config.device_config.device, socket_name)
 
     def shutdown(self) -> None:
-        if self._encoder_thread is not None:
-            thread, self._encoder_thread = self._encoder_thread, None
-            thread.run_coroutine(self._link.close())
+        if self.encoder_thread is not None and self.rank_socket is not None:
+            thread, self.encoder_thread = self.encoder_thread, None
+            thread.run_coroutine(self.rank_socket.close())
             thread.close()
-        if self._reader is not None:
-            self._reader.close()
+        if self.reader is not None:
+            self.reader.close()
 
     # Scheduler --------------------------------------------------------------------------------------------
 
-    def ensure_cache_available(self, request: Any, num_computed_tokens: int) -> bool:
+    def ensure_cache_available(self, request: VllmRequest, num_computed_tokens: int) -> bool:
         """True once every rank has all rows of the request's next step."""
         return self._requests.ensure(request, num_computed_tokens)
 
@@ -97,13 +104,13 @@ class ConnectorMethods:
             self._requests.wait(min(max(share_s, MIN_IDLE_S), MAX_IDLE_S))
         return self._requests.take_unavailable()
 
-    def update_state_after_alloc(self, request: Any, index: int) -> None:
+    def update_state_after_alloc(self, request: VllmRequest, index: int) -> None:
         self._requests.allocated(request, index)
 
-    def update_state_after_free(self, request: Any, index: int) -> None:
+    def update_state_after_free(self, request: VllmRequest, index: int) -> None:
         self._requests.passed(request, index)
 
-    def build_connector_meta(self, scheduler_output: Any) -> StepRows:
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepRows:
         has_tokens = bool(scheduler_output.total_num_scheduled_tokens)
         self._num_idle = 0 if has_tokens else self._num_idle + 1
         if self._num_idle == 1:
@@ -114,7 +121,7 @@ class ConnectorMethods:
         self._requests.freed(scheduler_output.free_encoder_mm_hashes, scheduler_output.num_scheduled_tokens)
         return self._requests.take_step(has_tokens=has_tokens)
 
-    def request_finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(self, request: VllmRequest) -> tuple[bool, dict[str, Any] | None]:
         self._requests.finished(request)
         return False, None
 
@@ -123,24 +130,24 @@ class ConnectorMethods:
     def start_worker_services(self) -> None:
         """Reserves memory for waiting rows. vLLM calls this after it has loaded the model, and sizes its KV
         cache afterwards."""
-        if self._reader is not None and (num_bytes := self._reader.reserve()):
+        if self.reader is not None and (num_bytes := self.reader.reserve()):
             logger.info("%.0f MiB are reserved for rows that wait", num_bytes / 2**20)
 
     def start_load_caches(self, encoder_cache: dict[str, Any], **_: Any) -> None:
         """Puts the rows that the step computes with into vLLM's encoder cache."""
-        if self._reader is not None:
-            self._reader.begin_step(self._connector_metadata, encoder_cache)
+        if self.reader is not None:
+            self.reader.begin_step(self._connector_metadata, encoder_cache)
 
     def save_caches(self, encoder_cache: dict[str, Any], mm_hash: str, **kwargs: Any) -> None:
         """Nothing is saved: this engine computes no rows."""
 
     @property
     def _requests(self) -> RequestTracker:
-        assert self._tracker is not None, "this connector is a worker's"
-        return self._tracker
+        assert self.tracker is not None, "this connector is a worker's"
+        return self.tracker
 
 
-def _computes_embeddings() -> bool:
+def computes_embeddings() -> bool:
     """Only the first stage of a pipeline needs rows."""
     from vllm.distributed.parallel_state import get_pp_group
 

@@ -72,7 +72,7 @@ class FileItem:
                 fields["pixel_grid"] = Grid(*map(operator.index, fields["pixel_grid"]))
             return cls(data=bytes(whole[4 + length :]), **fields)
         except (struct.error, KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-            raise ValueError(f"no file request: {error}") from error
+            raise ValueError(f"the packed file cannot be read: {error}") from error
 
     def item(self) -> ImageItem | ClipItem | PixelItem:
         if self.pixel_grid is not None:

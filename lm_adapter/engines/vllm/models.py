@@ -13,6 +13,7 @@ import logging
 from typing import Any
 
 from lm_adapter.engines.vllm.settings import is_marked
+from lm_adapter.engines.vllm.vllm_types import VllmConfig
 from lm_adapter.engines.vllm.worker.without_tower import without_tower
 from lm_adapter.errors import InvalidRequest
 
@@ -54,7 +55,7 @@ def register() -> None:
     answer_with_reasons()
 
 
-def check_model(vllm_config: Any) -> None:
+def check_model(vllm_config: VllmConfig) -> None:
     """Raises InvalidRequest for a model that cannot consume rows under this version of vLLM, and for an
     engine whose plugin was not loaded."""
     import vllm

@@ -81,7 +81,7 @@ async def receive(reader: asyncio.StreamReader) -> dict[str, Any]:
     """Raises EOFError at the connection's end."""
     (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
     if length > MAX_FRAME_BYTES:
-        raise EOFError(f"a frame has {length} bytes, at most {MAX_FRAME_BYTES} are taken")
+        raise EOFError(f"a frame has {length} bytes, the limit is {MAX_FRAME_BYTES}")
     frame: dict[str, Any] = json.loads(await reader.readexactly(length))
     return frame
 
@@ -115,7 +115,7 @@ class RankSocket:
     def __init__(self, name: str, num_ranks: int) -> None:
         """name: of the socket, in Linux's abstract namespace; secret. num_ranks: number of ranks that read
         rows."""
-        self._name = name
+        self.name = name
         self._num_ranks = num_ranks
         self._ranks: set[asyncio.StreamWriter] = set()
         self._pending: dict[int, _PendingOrder] = {}
@@ -123,8 +123,13 @@ class RankSocket:
         self._all_connected = asyncio.Event()
         self._server: asyncio.Server | None = None
 
+    @property
+    def num_connected(self) -> int:
+        """Number of ranks that are connected."""
+        return len(self._ranks)
+
     async def open(self) -> None:
-        self._server = await asyncio.start_unix_server(self._serve, f"\0{self._name}")
+        self._server = await asyncio.start_unix_server(self._serve, f"\0{self.name}")
 
     async def close(self) -> None:
         if self._server is not None:
@@ -188,7 +193,7 @@ class RankSocket:
             writer.close()
             for pending in self._pending.values():
                 if not pending.done.done():
-                    pending.done.set_exception(ItemFailed("the link to a worker of the engine broke"))
+                    pending.done.set_exception(ItemFailed("the connection to a worker of the engine broke"))
 
     def _take_report(self, frame: dict[str, Any], writer: asyncio.StreamWriter) -> None:
         pending = self._pending.get(frame["done"] if "done" in frame else frame["failed"])

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from lm_adapter.engines.shared import settings
+from lm_adapter.engines.vllm.vllm_types import MultiModalConfig, VllmConfig
 
 MODULE = "lm_adapter.engines.vllm"
 CONNECTOR = "VisionEncoderConnector"
@@ -18,7 +19,7 @@ CONNECTOR = "VisionEncoderConnector"
 _MARK = "rows_come_from_vision_encoder"
 
 
-def has_connector(vllm_config: Any) -> bool:
+def has_connector(vllm_config: VllmConfig) -> bool:
     """Whether the engine gets its rows through this plugin's connector."""
     transfer = vllm_config.ec_transfer_config
     return (
@@ -28,13 +29,13 @@ def has_connector(vllm_config: Any) -> bool:
     )
 
 
-def mark(mm_config: Any) -> None:
+def mark(mm_config: MultiModalConfig) -> None:
     """Marks an engine with this plugin's connector, for the processors: they see only this part of vLLM's
     configuration."""
     setattr(mm_config, _MARK, True)
 
 
-def is_marked(mm_config: Any) -> bool:
+def is_marked(mm_config: MultiModalConfig) -> bool:
     return getattr(mm_config, _MARK, False)
 
 

@@ -61,7 +61,7 @@ def rotate_qk_(
     num_tokens, num_q_heads, _ = q_THd.shape
     num_k_heads = k_THd.shape[1]
     half = sum(sections)
-    assert q_THd.stride(2) == k_THd.stride(2) == 1, "elements of a head lie apart"
+    assert q_THd.stride(2) == k_THd.stride(2) == 1, "elements of a head are not contiguous"
     assert cos_sin.is_contiguous()
     if num_tokens == 0:
         return
@@ -110,7 +110,7 @@ def _load_heads(
 
 
 @triton.jit
-def _store_turned(
+def _store_rotated(
     x_ptr,
     head_stride,
     block,
@@ -184,5 +184,5 @@ def _rotate_kernel(
     cos = tl.load(angle_ptr, mask=pair < HALF, other=0.0)[None, :]
     sin = tl.load(angle_ptr + HALF, mask=pair < HALF, other=0.0)[None, :]
 
-    _store_turned(q_ptr, q_head_stride, block, q_first, q_second, cos, sin, Q_HEADS, Q_TILE, HALF, HALF_TILE)
-    _store_turned(k_ptr, k_head_stride, block, k_first, k_second, cos, sin, K_HEADS, K_TILE, HALF, HALF_TILE)
+    _store_rotated(q_ptr, q_head_stride, block, q_first, q_second, cos, sin, Q_HEADS, Q_TILE, HALF, HALF_TILE)
+    _store_rotated(k_ptr, k_head_stride, block, k_first, k_second, cos, sin, K_HEADS, K_TILE, HALF, HALF_TILE)

@@ -71,7 +71,7 @@ def _scatter_kernel(
     num_entries,
     token_stride,
     level_stride,
-    place_stride,
+    index_stride,
     ROWS_TYPE: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -93,8 +93,8 @@ def _scatter_kernel(
             values = tl.load(row_ptr + column, mask=used)
             tl.store(embeds_ptr + token * token_stride + column, values.to(dtype), mask=used)
     else:
-        place = tl.load(table_ptr + 2 * num_entries + entry)
-        target_ptr = deepstack_ptr + (level - 1).to(tl.int64) * level_stride + place * place_stride + column
+        index = tl.load(table_ptr + 2 * num_entries + entry)
+        target_ptr = deepstack_ptr + (level - 1).to(tl.int64) * level_stride + index * index_stride + column
         if address != 0:
             values = tl.load(row_ptr + level * WIDTH + column, mask=used)
             tl.store(target_ptr, values.to(dtype), mask=used)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
@@ -19,6 +20,9 @@ class Driver(Protocol):
 
     def fan_out(self, num_calls: int, call: Callable[[int], tuple[str, tuple[Any, ...]]]) -> list[Any]:
         """The results of ``call(i) -> (method, args)``, all at once."""
+
+    def pause(self, seconds: float) -> None:
+        """Lets the client's event loop run for so long."""
 
     def close(self) -> None: ...
 
@@ -37,6 +41,9 @@ class SyncDriver:
 
         with ThreadPoolExecutor(num_calls) as pool:
             return list(pool.map(one, range(num_calls)))
+
+    def pause(self, seconds: float) -> None:
+        time.sleep(seconds)
 
     def close(self) -> None:
         self.client.close()
@@ -62,6 +69,9 @@ class AsyncDriver:
             return await asyncio.gather(*(getattr(self.client, method)(*args) for method, args in calls))
 
         return self._runner.run(all_of_them())
+
+    def pause(self, seconds: float) -> None:
+        self._runner.run(asyncio.sleep(seconds))
 
     def close(self) -> None:
         self._runner.run(self.client.close())

@@ -1,7 +1,7 @@
-"""A whole engine without vLLM: both halves of its connector, and what they rely on of vLLM.
+"""A whole engine without vLLM: both halves of its connector, and what they read of vLLM.
 
 Owns vLLM's configuration, requests, the order of calls and the transfer of a step's metadata. The halves, the
-link between them and their clients are real."""
+socket between them and their clients are real."""
 
 from __future__ import annotations
 
@@ -17,14 +17,12 @@ from unittest import mock
 
 import torch
 
-from lm_adapter.engines.shared.encoder_thread import EncoderThread
 from lm_adapter.engines.shared.geometry import Geometry
 from lm_adapter.engines.vllm import connector as connector_module
 from lm_adapter.engines.vllm.connector import ConnectorMethods
 from lm_adapter.engines.vllm.failures import listening
 from lm_adapter.engines.vllm.file_items import FILE_FIELD, GRID_FIELDS, FileItem
-from lm_adapter.engines.vllm.rank_socket import RankSocket, StepRows
-from lm_adapter.engines.vllm.scheduler.tracker import RequestTracker
+from lm_adapter.engines.vllm.rank_socket import StepRows
 from lm_adapter.engines.vllm.worker.ranks import RankReader
 from lm_adapter.items import Grid
 from lm_adapter.keys import content_digest
@@ -43,6 +41,9 @@ class Base:
 
     def __init__(self, vllm_config: Any, role: Any) -> None:
         self._vllm_config = vllm_config
+
+    def bind_connector_metadata(self, metadata: StepRows) -> None:
+        self._connector_metadata = metadata
 
 
 class Connector(ConnectorMethods, Base):
@@ -105,15 +106,16 @@ class RequestStatus(Enum):
 
 @dataclass(eq=False)
 class Request:
-    mm_features: list[Feature]
+    mm_features: list[Any]
+    """Of ``Feature``."""
     request_id: str = field(default_factory=lambda: f"request-{secrets.token_hex(8)}")
-    status: RequestStatus = RequestStatus.WAITING
+    status: Enum = RequestStatus.WAITING
     num_computed_tokens: int = 0
 
     @property
     def num_tokens(self) -> int:
         """Two tokens of text are behind the last feature."""
-        last = self.mm_features[-1].mm_position
+        last: Position = self.mm_features[-1].mm_position
         return last.offset + last.length + 2
 
 
@@ -193,23 +195,8 @@ class Engine:
         self.caches.append({})
 
     @property
-    def link(self) -> RankSocket:
-        found: RankSocket = self.scheduler._link
-        return found
-
-    @property
-    def encoder_thread(self) -> EncoderThread:
-        found: EncoderThread = self.scheduler._encoder_thread
-        return found
-
-    @property
-    def tracker(self) -> RequestTracker:
-        found: RequestTracker = self.scheduler._tracker
-        return found
-
-    @property
     def readers(self) -> list[RankReader]:
-        return [worker._reader for worker in self.workers]
+        return [worker.reader for worker in self.workers]
 
     def request(self, *images: Image) -> Request:
         """As vLLM's scheduler gets it: two tokens of text before each image."""
@@ -229,8 +216,7 @@ class Engine:
 
     def is_ready(self, request: Request) -> bool:
         """Whether vLLM may schedule the request."""
-        found: bool = self.scheduler.ensure_cache_available(request, 0)
-        return found
+        return bool(self.scheduler.ensure_cache_available(request, 0))
 
     def fetch(self, request: Request) -> None:
         """Waits until the request is ready."""
@@ -270,7 +256,7 @@ class Engine:
     def load(self, step: StepRows) -> None:
         """The step begins in every worker: rows go into their encoder caches."""
         for worker, cache in zip(self.workers, self.caches, strict=True):
-            worker._connector_metadata = step
+            worker.bind_connector_metadata(step)
             worker.start_load_caches(cache)
 
     def finish(self, request: Request) -> None:
@@ -280,25 +266,23 @@ class Engine:
         assert self.scheduler.request_finished(request) == (False, None)
 
     def wait_empty(self, timeout_s: float = PATIENCE_S) -> None:
-        """Waits until no rank reads or holds rows, after one more step. All requests are over, and no order
-        is on its way."""
+        """Waits until no rank reads or holds rows, after one more step. All requests are over."""
         assert self.scheduler.take_unavailable_requests() == set()
         self.load(self.schedule())
-        assert self.tracker.used_bytes == 0
+        assert self.scheduler.tracker.used_bytes == 0
 
         def is_empty() -> bool:
-            return not any(reader._reads or reader._rows for reader in self.readers)
+            return not any(reader.is_reading or reader.rows for reader in self.readers)
 
         wait_until(is_empty, "the drops", timeout_s)
 
     def close(self) -> None:
         for half in (self.scheduler, *self.workers):
             half.shutdown()
-        wait_until(lambda: not any(reader._thread.is_alive() for reader in self.readers), "the threads' end")
 
     def _half(self, name: str, config: Any) -> Any:
         with (
             mock.patch.object(connector_module, "check_model"),
-            mock.patch.object(connector_module, "_computes_embeddings", return_value=True),
+            mock.patch.object(connector_module, "computes_embeddings", return_value=True),
         ):
             return Connector(config, SimpleNamespace(name=name))

@@ -4,6 +4,7 @@ misbehave."""
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import socket
 import threading
@@ -46,10 +47,16 @@ class Arena(arena.Arena):
     def data(self) -> torch.Tensor:
         return self._memory.tensor
 
+    # A writer that damages its own pages: nothing public does that.
+
     @property
     def words(self) -> memoryview:
         """Of the control page."""
         return self.page._words
+
+    @property
+    def directory_bytes(self) -> mmap.mmap:
+        return self.directory._file.mapping
 
     def write(self, result: pb.ItemResult, rows: bytes, *, listed: bool = True) -> pb.RowsPlace:
         with self._lock:

@@ -61,7 +61,7 @@ def test_keys_and_authorities_are_checked_before_they_are_used(tmp_path: Path) -
     authority = Authority(tmp_path)
     own, other = authority.issue("own"), authority.issue("other")
     (tmp_path / "empty.pem").touch()
-    with pytest.raises(InvalidRequest, match="are no certificate and its key"):
+    with pytest.raises(InvalidRequest, match="are not a certificate and its key"):
         VisionEncoderClient("127.0.0.1:1", tls=ClientTls(authority.ca, own.cert, other.key))
     with pytest.raises(InvalidRequest, match=r"empty\.pem has no certificate"):
         VisionEncoderClient("127.0.0.1:1", tls=ClientTls(tmp_path / "empty.pem"))

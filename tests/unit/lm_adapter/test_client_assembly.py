@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from encoder_service.rpc.convert import chunk_event
 from lm_adapter.assembly import Assembler, PlacedRows, prepare_items, read_chunk
-from lm_adapter.convert import dtype_number
+from lm_adapter.convert import dtype_number, prefetch_status
 from lm_adapter.errors import InvalidRows, ItemFailed, StreamViolation, TruncatedStream
 from lm_adapter.items import DigestItem, Grid, ImageItem, Item, PixelItem, PreprocessOptions, UrlItem
 from lm_adapter.testing import fake_model, fake_rows
@@ -173,6 +173,12 @@ def test_p22_rows_of_another_key_or_digest_are_refused() -> None:
         assert done is not None
         assert isinstance(done[1], InvalidRows)
         assert done[1].field == field_name
+
+
+def test_p22_a_prefetched_key_of_another_length_fails_its_item_alone() -> None:
+    status = prefetch_status(pb.PrefetchStatus(key=b"k" * 31, state=pb.KEY_STATE_RESIDENT))
+    assert isinstance(status, InvalidRows)
+    assert status.message == "key has 31 bytes, expected 32"
 
 
 def huge_result() -> pb.ItemEvent:

@@ -145,5 +145,5 @@ def test_p22_a_width_that_its_levels_do_not_divide_is_refused() -> None:
     """Also where no model is known that the width could be compared with."""
     sound = RowsHeader(Grid(1, 4, 4), 4, 96, "float32", 2, 4 * 96 * 4)
     check_header(sound)
-    with pytest.raises(InvalidRows, match="width 98 is no multiple of 3"):
+    with pytest.raises(InvalidRows, match="width 98 is not a multiple of 3"):
         check_header(sound._replace(width=98, num_bytes=4 * 98 * 4))

@@ -74,7 +74,10 @@ class RecordingDriver:
 class CopyStream:
     """A stream whose copies run until the host waits for them."""
 
+    made: ClassVar[list[CopyStream]] = []
+
     def __init__(self, device: torch.device) -> None:
+        self.made.append(self)
         self.device = device
         self.cuda_stream = self
         self.num_running = 0
@@ -112,7 +115,7 @@ class CopyingDriver(RecordingDriver):
 @pytest.fixture
 def install(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Puts a driver where cuda-bindings would be, beside a torch with two GPUs."""
-    for cached in (device_memory._primary_context, device_memory._load_driver):
+    for cached in (device_memory.primary_context, device_memory.load_driver):
         cached.cache_clear()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -126,7 +129,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setitem(sys.modules, "cuda.bindings", bindings)
 
     yield put
-    for cached in (device_memory._primary_context, device_memory._load_driver):
+    for cached in (device_memory.primary_context, device_memory.load_driver):
         cached.cache_clear()
 
 
@@ -134,7 +137,7 @@ def test_p39_a_device_without_an_index_is_the_current_one(install: Any) -> None:
     install(RecordingDriver())
     assert resolve_device("cuda") == torch.device("cuda:1")
     assert resolve_device(0) == torch.device("cuda:0")
-    for wrong, why in (("cpu", "is none"), ("cuda:2", "2 CUDA devices")):
+    for wrong, why in (("cpu", "got cpu"), ("cuda:2", "2 CUDA devices")):
         with pytest.raises(MappingFailed, match=why):
             resolve_device(wrong)
 
@@ -203,7 +206,7 @@ def test_without_the_package_or_the_driver_the_reason_is_given(
     install(NoLibrary())
     with pytest.raises(MappingFailed, match=r"cuInit cannot be called: Failed to dlopen libcuda.so.1"):
         DeviceMemory(7, SIZE, torch.device("cuda:0"))
-    device_memory._load_driver.cache_clear()
+    device_memory.load_driver.cache_clear()
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
     with pytest.raises(MissingDependency, match="needs the package cuda-bindings"):
         DeviceMemory(7, SIZE, torch.device("cuda:0"))
@@ -217,6 +220,7 @@ def copying(install: Any, monkeypatch: pytest.MonkeyPatch) -> CopyingDriver:
     rows = SimpleNamespace(data_ptr=lambda: 0x1000, record_stream=lambda stream: None)
     monkeypatch.setattr(torch, "empty", lambda *_, **__: rows)
     monkeypatch.setattr(torch.cuda, "Stream", CopyStream)
+    monkeypatch.setattr(CopyStream, "made", [])
     monkeypatch.setattr(torch.cuda, "Event", CopyEvent)
     monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
     monkeypatch.setattr(torch.cuda, "current_stream", CopyStream)
@@ -227,8 +231,8 @@ def test_a_copy_is_complete_on_return(copying: CopyingDriver) -> None:
     memory = DeviceMemory(7, SIZE, torch.device("cuda:0"))
     memory.copy(512, 256)
     (*copied, stream) = dict(copying.calls)["cuMemcpyDtoDAsync"]
-    assert (copied, stream) == ([0x1000, 0x7000_0000 + 512, 256], memory._stream)
-    assert memory._stream.num_running == 0, "the slot may be reused, and the copy still reads it"
+    assert (copied, stream) == ([0x1000, 0x7000_0000 + 512, 256], CopyStream.made[0])
+    assert CopyStream.made[0].num_running == 0, "the slot may be reused, and the copy still reads it"
     assert (copying.mode, copying.contexts) == ("global", [])
 
 
@@ -241,7 +245,7 @@ def test_an_interrupted_copy_has_ended_when_the_interrupt_is_raised(
     with pytest.raises(KeyboardInterrupt):
         memory.copy(0, 256)
     assert "cuMemcpyDtoDAsync" in copying.names()
-    assert memory._stream.num_running == 0, "the copy still writes to memory that the allocator gives away"
+    assert CopyStream.made[0].num_running == 0, "the copy writes to memory that the allocator reuses"
 
 
 def test_a_copy_that_the_driver_refuses_has_ended_when_the_error_is_raised(copying: CopyingDriver) -> None:
@@ -249,4 +253,4 @@ def test_a_copy_that_the_driver_refuses_has_ended_when_the_error_is_raised(copyi
     copying.fails = "cuMemcpyDtoDAsync"  # also the error of earlier work on the device
     with pytest.raises(MappingFailed, match="cuMemcpyDtoDAsync failed with CUDA_ERROR_INVALID_DEVICE"):
         memory.copy(0, 256)
-    assert memory._stream.num_running == 0
+    assert CopyStream.made[0].num_running == 0

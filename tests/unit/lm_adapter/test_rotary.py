@@ -76,7 +76,7 @@ def test_the_last_position_of_the_table_is_inside() -> None:
         ((3, 32), (3, 16), (3, 3), r"\[3, 32\]"),
         ((3, 2, 16), (3, 1, 16), (3, 4), r"\[3, 4\], need \[3, 3\]"),
         ((3, 2, 16), (3, 1, 16), (3,), r"\[3\], need \[3, 3\]"),
-        ((3, 2, 8), (3, 1, 8), (3, 3), r"8 elements, the table turns 16"),
+        ((3, 2, 8), (3, 1, 8), (3, 3), r"8 elements, the table rotates 16"),
     ],
 )
 def test_shapes_are_checked_before_anything_turns(q: Any, k: Any, positions: Any, figures: str) -> None:
@@ -90,7 +90,7 @@ def test_heads_whose_elements_lie_apart_are_refused() -> None:
     """By both backends alike: the kernel takes neighbours."""
     apart, k = torch.ones(3, 16, 2).transpose(1, 2), torch.ones(3, 1, 16)
     for backend in ("torch", "triton"):
-        with pytest.raises(InvalidRequest, match="lie 2 apart in q and 1 in k"):
+        with pytest.raises(InvalidRequest, match="are 2 apart in q and 1 in k"):
             apply_mrope(apart, k, torch.ones(3, 3, dtype=torch.int64), TABLE, backend=backend)
     assert (apart == 1).all()
 

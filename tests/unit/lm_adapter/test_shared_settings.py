@@ -82,7 +82,7 @@ def test_unusable_files_stop_the_start(files: Files, tmp_path: Path) -> None:
     other = Authority(tmp_path / "other").issue("other")
     for changes, text in (
         ({"token_file": str(tmp_path / "none")}, "cannot read .*none: No such file"),
-        ({"tls_key": str(other.key)}, "are no certificate and its key"),
+        ({"tls_key": str(other.key)}, "are not a certificate and its key"),
         (dict.fromkeys(("tls_ca", "tls_cert", "tls_key"), ""), "tls_server_name needs TLS"),
     ):
         with pytest.raises(InvalidRequest, match=text):

@@ -1,9 +1,10 @@
-"""The connector's methods and its thread of calls, without vLLM and without an encoder."""
+"""The connector's methods, a rank's thread and the thread of calls, without vLLM and without an encoder."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import secrets
 import sys
 import threading
 import time
@@ -16,11 +17,13 @@ from typing import Any, cast
 import pytest
 import torch
 
-from lm_adapter.engines.shared.encoder_thread import Completed, EncoderThread
+from lm_adapter.engines.shared.encoder_thread import EncoderThread
+from lm_adapter.engines.shared.geometry import Geometry
 from lm_adapter.engines.vllm import connector as connector_module
-from lm_adapter.engines.vllm.connector import MAX_IDLE_S, MIN_IDLE_S, ConnectorMethods
+from lm_adapter.engines.vllm.connector import MAX_IDLE_S, MIN_IDLE_S
 from lm_adapter.engines.vllm.rank_socket import StepRows
 from lm_adapter.engines.vllm.settings import Settings
+from lm_adapter.engines.vllm.worker.ranks import RankReader
 from lm_adapter.errors import (
     DeadlineExceeded,
     EncoderError,
@@ -31,8 +34,18 @@ from lm_adapter.errors import (
     RequestRefused,
 )
 from tests.unit.lm_adapter.connector_rig import Connector, engine_config
+from tests.waiting import wait_until
 
 PATIENCE_S = 30.0
+NOWHERE = "127.0.0.1:1"
+
+
+@pytest.fixture(autouse=True)
+def _any_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connector_module, "check_model", lambda _: None)
+
+
+# The scheduler's methods ----------------------------------------------------------------------------------
 
 
 class Tracker:
@@ -64,12 +77,27 @@ class Tracker:
         assert (identifiers, scheduled) == (["freed"], {"r": 7})
 
 
-def connector_of(tracker: Tracker, *, num_in_flight: int = 0, may_wait: bool = True) -> Any:
-    """The methods, as they are after a start."""
-    connector: Any = object.__new__(ConnectorMethods)
-    connector._num_idle, connector._num_in_flight, connector._may_wait = 0, num_in_flight, may_wait
-    connector._idle_since_s, connector._tracker = 0.0, tracker
-    return connector
+@pytest.fixture
+def tracker() -> Tracker:
+    return Tracker()
+
+
+@pytest.fixture
+def new_scheduler(tracker: Tracker, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+    """Makes the scheduler's half, on this tracker."""
+    made: list[Connector] = []
+    monkeypatch.setattr(connector_module, "RequestTracker", lambda *_, **__: tracker)
+
+    def make(num_in_flight: int = 0, num_engines: int = 1) -> Any:
+        config = engine_config(NOWHERE)
+        config.max_concurrent_batches = num_in_flight
+        config.parallel_config.data_parallel_size = num_engines
+        made.append(Connector(config, SimpleNamespace(name="SCHEDULER")))
+        return made[-1]
+
+    yield make
+    for connector in made:
+        connector.shutdown()
 
 
 def scheduled(num_tokens: int) -> Any:
@@ -82,17 +110,15 @@ def scheduled(num_tokens: int) -> Any:
     )
 
 
-@pytest.mark.parametrize("may_wait", [True, False])
-def test_only_steps_with_none_in_flight_wait(may_wait: bool) -> None:
+@pytest.mark.parametrize("num_engines", [1, 2])
+def test_only_steps_with_none_in_flight_wait(
+    num_engines: int, tracker: Tracker, new_scheduler: Callable[..., Any]
+) -> None:
     """Two steps may be in flight. What leaves with steps leaves then at the latest. The wait is the last
-    before vLLM schedules again."""
-    tracker = Tracker()
-    connector = connector_of(tracker, num_in_flight=2, may_wait=may_wait)
-    busy, empty, idle = (
-        ["x", "step", "end"],
-        ["empty", "end"],
-        ["flush", "empty", *["wait"] * may_wait, "end"],
-    )
+    before vLLM schedules again; with data parallelism other engines would wait as well."""
+    connector = new_scheduler(num_in_flight=2, num_engines=num_engines)
+    busy, empty = ["x", "step", "end"], ["empty", "end"]
+    idle = ["flush", "empty", *["wait"] * (num_engines == 1), "end"]
     for num_tokens, calls in ((0, empty), (0, empty), (0, idle), (7, busy), (0, empty)):
         step = connector.build_connector_meta(scheduled(num_tokens))
         assert step.hand_over == ([(1, "kept")] if num_tokens else [])
@@ -101,10 +127,11 @@ def test_only_steps_with_none_in_flight_wait(may_wait: bool) -> None:
         tracker.calls.clear()
 
 
-def test_the_longer_nothing_runs_the_longer_a_step_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_longer_nothing_runs_the_longer_a_step_waits(
+    tracker: Tracker, new_scheduler: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A request that comes meanwhile waits for half of that time at most."""
-    tracker = Tracker()
-    connector = connector_of(tracker)
+    connector = new_scheduler()
     now_s = 100.0
     monkeypatch.setattr(connector_module, "time", SimpleNamespace(monotonic=lambda: now_s))
     for seconds in (0.0, 0.004, 0.02, 0.03, 10.0):
@@ -114,25 +141,58 @@ def test_the_longer_nothing_runs_the_longer_a_step_waits(monkeypatch: pytest.Mon
     assert tracker.waits_s == pytest.approx([MIN_IDLE_S, MIN_IDLE_S, 0.01, 0.015, MAX_IDLE_S])
 
 
+# A rank ---------------------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("is_first", [True, False])
 def test_only_the_first_pipeline_stage_reads(is_first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     state = SimpleNamespace(get_pp_group=lambda: SimpleNamespace(is_first_rank=is_first))
     for name in ("vllm", "vllm.distributed"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, "vllm.distributed.parallel_state", cast("Any", state))
-    monkeypatch.setattr(connector_module, "check_model", lambda _: None)
-    worker = Connector(engine_config("127.0.0.1:1"), SimpleNamespace(name="WORKER"))
+    worker = Connector(engine_config(NOWHERE), SimpleNamespace(name="WORKER"))
     cache = dict[str, Any]()
     try:
         worker.start_worker_services()
-        if is_first:
-            assert worker._reader is not None
-            worker._reader._rows[1] = torch.zeros(1, 12)
-        worker._connector_metadata = StepRows([(1, "image")])
+        assert (worker.reader is not None) == is_first
+        if worker.reader is not None:
+            worker.reader.rows[1] = torch.zeros(1, 12)
+        worker.bind_connector_metadata(StepRows([(1, "image")]))
         worker.start_load_caches(cache)
     finally:
         worker.shutdown()
     assert list(cache) == ["image"] * is_first
+
+
+@pytest.mark.parametrize(("device", "index"), [("cuda", 3), ("cuda:1", 1)])
+def test_p39_a_device_without_an_index_is_the_workers_current_one(
+    monkeypatch: pytest.MonkeyPatch, device: str, index: int
+) -> None:
+    """vLLM's ``device_config.device`` is ``cuda``, which ``torch.cuda.set_device`` refuses; the reader's
+    thread begins with device 0."""
+    worker = threading.current_thread()
+    chosen: list[tuple[threading.Thread, Any]] = []
+
+    def choose(value: Any) -> None:
+        chosen.append((threading.current_thread(), value))
+
+    monkeypatch.setattr(
+        torch.cuda, "current_device", lambda: 3 if threading.current_thread() is worker else 0
+    )
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: SimpleNamespace(device=device))
+    monkeypatch.setattr(torch.cuda, "set_device", choose)
+    monkeypatch.setattr(torch.cuda, "set_stream", choose)
+    geometry = Geometry(width=12, dtype="float32", num_levels=0, merge_size=2, merges_time=False)
+    reader = RankReader(Settings(target=NOWHERE), geometry, torch.device(device), secrets.token_hex(8))
+    try:
+        wait_until(lambda: len(chosen) == 2, "the choice of device and stream")
+        (first, chosen_device), (second, stream) = chosen
+        assert first is second is not worker
+        assert chosen_device == stream.device == torch.device("cuda", index)
+    finally:
+        for _ in range(2):
+            reader.close()
+    assert not first.is_alive()
 
 
 # Calls ----------------------------------------------------------------------------------------------------
@@ -145,7 +205,7 @@ def new_calls() -> Iterator[NewCalls]:
     made: list[EncoderThread] = []
 
     def make(**settings: Any) -> EncoderThread:
-        made.append(EncoderThread(Settings(target="127.0.0.1:1", **settings), name="test"))
+        made.append(EncoderThread(Settings(target=NOWHERE, **settings), name="test"))
         return made[-1]
 
     yield make
@@ -171,27 +231,13 @@ class Answers:
 def outcome_of(calls: EncoderThread, call: Any) -> Any:
     handle = object()
     calls.submit(handle, call)
-    ended = next_ended(calls)
-    assert ended.handle is handle
-    assert not calls.completed
-    return ended.outcome
-
-
-def next_ended(calls: EncoderThread) -> Completed:
     started_s = time.monotonic()
     while not calls.completed and time.monotonic() - started_s < PATIENCE_S:
         calls.wait(PATIENCE_S)
-    return calls.completed.popleft()
-
-
-def pass_time_on_loop(calls: EncoderThread) -> None:
-    """All that was begun before has had its turn."""
-
-    async def pause() -> None:
-        for _ in range(5):
-            await asyncio.sleep(0)
-
-    calls.run_coroutine(pause())
+    ended = calls.completed.popleft()
+    assert ended.handle is handle
+    assert not calls.completed
+    return ended.outcome
 
 
 def test_an_ended_call_wakes_the_engine_at_once(new_calls: NewCalls) -> None:
@@ -235,8 +281,7 @@ def test_p32_what_does_not_pass_is_tried_for_retry_s(new_calls: NewCalls) -> Non
     ],
 )
 def test_p32_what_would_fail_again_is_not_tried_again(failure: EncoderError, new_calls: NewCalls) -> None:
-    calls = new_calls()
-    call = Answers(failure, 7)
+    calls, call = new_calls(), Answers(failure, 7)
     assert outcome_of(calls, call) is failure
     assert len(call.left_s) == 1
 
@@ -246,18 +291,13 @@ def test_p32_what_would_fail_again_is_not_tried_again(failure: EncoderError, new
     assert outcome_of(calls, returns_it) is failure
 
 
-def test_p33_an_exception_of_another_kind_fails_its_call_alone(new_calls: NewCalls) -> None:
-    calls = new_calls()
+def test_p33_a_call_without_time_or_with_another_exception_fails_alone(new_calls: NewCalls) -> None:
+    calls, call = new_calls(), Answers(7)
     outcome = outcome_of(calls, Answers(KeyError("grid")))
     assert isinstance(outcome, ItemFailed)
-    assert (outcome.message, outcome.retryable) == ("asking the encoder failed: KeyError: 'grid'", False)
+    assert (outcome.message, outcome.retryable) == ("the call to the encoder failed: KeyError: 'grid'", False)
     assert outcome_of(calls, Answers(7)) == 7
-
-
-def test_no_call_is_made_without_time(new_calls: NewCalls) -> None:
-    call = Answers(7)
-    outcome = outcome_of(new_calls(timeout_s=0), call)
-    assert isinstance(outcome, DeadlineExceeded)
+    assert isinstance(outcome_of(new_calls(timeout_s=0), call), DeadlineExceeded)
     assert call.left_s == []
 
 
@@ -292,9 +332,15 @@ def test_p17_a_cancelled_call_ends_without_an_entry_and_leaves_nothing(
     calls.cancel(Handle())  # of no call
     calls.cancel(handle)
     may_go_on.set()
-    pass_time_on_loop(calls)
+
+    async def pause() -> None:
+        for _ in range(5):  # all that was begun before has had its turn
+            await asyncio.sleep(0)
+
+    calls.run_coroutine(pause())
     assert call.has_begun.is_set() == call.was_cancelled.is_set() == has_begun
     assert not calls.completed
+    assert calls.num_pending == 0
     gone = weakref.ref(handle)
     del handle
     gc.collect()

@@ -13,8 +13,7 @@ from lm_adapter.engines.vllm.file_items import FileItem
 from lm_adapter.engines.vllm.rank_socket import StepRows
 from lm_adapter.engines.vllm.scheduler.items import RequestItem
 from lm_adapter.engines.vllm.scheduler.room import Room
-from lm_adapter.engines.vllm.scheduler.rows import RowsEntry, RowsStage, SharedRows
-from lm_adapter.errors import InvalidRequest
+from lm_adapter.engines.vllm.scheduler.rows import RowsEntry, SharedRows
 from lm_adapter.items import Grid
 
 # Room -----------------------------------------------------------------------------------------------------
@@ -42,30 +41,6 @@ class Waiter:
 
 def serve(room: Room[Waiter]) -> None:
     room.serve(lambda waiter: waiter.needed - waiter.taken, Waiter.take)
-
-
-def test_room_is_taken_up_to_its_bound() -> None:
-    room: Room[object] = Room(10)
-    assert room.try_take(4)
-    assert not room.try_take(7)
-    assert room.try_take(6)
-    assert room.used_bytes == 10
-    room.release(5)
-    assert room.try_take(5)
-
-
-def test_a_small_waiter_does_not_overtake_a_large_one() -> None:
-    room: Room[Waiter] = Room(10)
-    assert room.try_take(5)
-    large, small = Waiter(room, 0, 6), Waiter(room, 1, 1)
-    for waiter in (large, small):
-        assert room.join(waiter, goes_first=False)
-        serve(room)
-    assert (large.taken, small.taken) == (0, 0)
-    room.release(5)
-    serve(room)
-    assert (large.taken, small.taken) == (6, 1)
-    assert not room.is_awaited
 
 
 def test_a_waiter_joins_once_and_leaves_with_what_it_took() -> None:
@@ -188,105 +163,6 @@ def held(rows: SharedRows, name: str, request_id: str = "a") -> RowsEntry:
     entry = rows.hold(item(name), (request_id, 0), 0.0)
     assert entry is not None
     return entry
-
-
-def test_rows_are_ordered_once_and_dropped_with_their_last_holder() -> None:
-    room, ranks, rows = shared_rows()
-    entry = held(rows, "x")
-    assert held(rows, "x", "b") is entry
-    assert ranks.ordered == [entry]
-    assert (room.used_bytes, rows.is_any_ordered, entry.is_present) == (1, True, False)
-    ranks.read(rows, entry)
-    assert (entry.stage, rows.is_any_ordered) == (RowsStage.PRESENT, False)
-    rows.let_go(entry, ("a", 0))
-    assert ranks.present != {}
-    rows.let_go(entry, ("b", 0))
-    assert (room.used_bytes, ranks.present, rows.get("x")) == (0, {}, None)
-
-
-def test_rows_without_room_are_not_ordered() -> None:
-    room, ranks, rows = shared_rows(max_bytes=4)
-    assert rows.hold(item("x", 3), ("a", 0), 0.0) is not None
-    assert rows.hold(item("y", 2), ("a", 1), 0.0) is None
-    assert len(ranks.ordered) == 1
-    assert room.used_bytes == 3
-    assert rows.get("y") is None
-
-
-def test_an_identifier_of_another_item_is_refused() -> None:
-    _, _, rows = shared_rows()
-    held(rows, "x")
-    with pytest.raises(InvalidRequest, match="identifier x stands for an item of digest"):
-        rows.hold(item("x", digest=b"other"), ("b", 0), 0.0)
-
-
-@pytest.mark.parametrize("has_arrived", [True, False])
-def test_rows_that_arrive_for_an_entry_that_is_over_leave_the_ranks(has_arrived: bool) -> None:
-    room, ranks, rows = shared_rows()
-    entry = held(rows, "x")
-    if has_arrived:  # before the cancellation
-        ranks.cancel = lambda _: None  # type: ignore[method-assign]
-    rows.let_go(entry, ("a", 0))
-    assert room.used_bytes == 0
-    again = held(rows, "x")
-    assert again is not entry
-    if has_arrived:
-        ranks.read(rows, entry)
-        assert ranks.present == {}
-        assert not again.is_present
-    assert rows.is_current(again)
-
-
-def test_nobody_joins_rows_that_have_failed() -> None:
-    room, ranks, rows = shared_rows()
-    entry = held(rows, "x")
-    rows.failed(entry)
-    assert room.used_bytes == 0
-    assert entry.holders.keys() == {("a", 0)}
-    again = held(rows, "x", "b")
-    rows.let_go(entry, ("a", 0))
-    assert rows.is_current(again)
-    assert ranks.ordered == [again]
-
-
-def test_handed_over_rows_leave_with_the_step_after_their_holders() -> None:
-    room, ranks, rows = shared_rows()
-    entry = held(rows, "x")
-    ranks.read(rows, entry)
-    rows.hand_over(entry, "a")
-    rows.let_go(entry, ("a", 0))
-    assert room.used_bytes == 1
-    step, has_room = rows.take_step()
-    assert ranks.begin(step) == ["x"]
-    assert (has_room, room.used_bytes, ranks.present) == (True, 0, {})
-    assert rows.take_step() == (StepRows(), False)
-
-
-def test_flushed_rows_are_handed_over_for_the_next_request() -> None:
-    room, ranks, rows = shared_rows()
-    entry = held(rows, "x")
-    ranks.read(rows, entry)
-    rows.hand_over(entry, "a")
-    rows.let_go(entry, ("a", 0))
-    assert rows.are_handed_over(["x"])
-    assert rows.flush()
-    assert (room.used_bytes, ranks.present) == (0, {})
-    assert not rows.are_handed_over(["x"])
-    again = held(rows, "x", "b")
-    ranks.read(rows, again)
-    rows.hand_over_missing([again], "b")
-    assert rows.are_handed_over(["x"])
-    assert ranks.begin(rows.take_step()[0]) == ["x"]
-
-
-@pytest.mark.parametrize("scheduled", [{"a"}, set[str]()])
-def test_freed_rows_are_handed_over_only_to_a_scheduled_request(scheduled: set[str]) -> None:
-    _, ranks, rows = shared_rows()
-    entry = held(rows, "x")
-    ranks.read(rows, entry)
-    rows.hand_over(entry, "a")
-    rows.freed(["x"], scheduled)
-    assert ranks.begin(rows.take_step()[0]) == ["x"] * len(scheduled)
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -1,4 +1,4 @@
-"""vLLM's processor of Kimi-K2.5 for files that nobody decodes, as ``parser`` and ``processor`` for Qwen.
+"""vLLM's parser and processor of Kimi-K2.5 for undecoded files, as ``parser`` and ``processor`` for Qwen.
 
 vLLM calls Kimi's media ``vision_chunk``: dictionaries with an image each. Clips are refused: vLLM 0.32 has no
 code that cuts them into chunks.
@@ -6,7 +6,7 @@ code that cuts them into chunks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from vllm.multimodal.processing import PromptReplacement
 
 from lm_adapter.engines.shared.images import ImageFile
 from lm_adapter.engines.vllm.api_server.parser import FileProcessorItems, image_files
-from lm_adapter.engines.vllm.api_server.processor import choice, file_tensor
+from lm_adapter.engines.vllm.api_server.processor import Factory, choice, file_tensor
 from lm_adapter.engines.vllm.file_items import FILE_FIELD
 from lm_adapter.items import Modality, PreprocessOptions
 
@@ -27,7 +27,7 @@ GRID = "grid_thws"
 
 
 class KimiFileDataParser(MultiModalDataParser):  # type: ignore[misc]
-    def _parse_vision_chunk_data(self, data: Any) -> FileProcessorItems | None:
+    def _parse_vision_chunk_data(self, data: object) -> FileProcessorItems | None:
         if data is None:
             return None
         chunks = data if isinstance(data, list) else [data]
@@ -60,7 +60,9 @@ class KimiFileDummyInputs(theirs.KimiK25DummyInputsBuilder):  # type: ignore[mis
 
 
 class KimiFileProcessor(theirs.KimiK25MultiModalProcessor):  # type: ignore[misc]
-    def _apply_hf_processor_main(self, mm_items: Any, hf_kwargs: Mapping[str, object]) -> BatchFeature:
+    def _apply_hf_processor_main(
+        self, mm_items: Mapping[str, FileProcessorItems], hf_kwargs: Mapping[str, object]
+    ) -> BatchFeature:
         images = mm_items[CHUNK].get_all() if CHUNK in mm_items else ()
         if not images:
             return BatchFeature()
@@ -79,8 +81,11 @@ class KimiFileProcessor(theirs.KimiK25MultiModalProcessor):  # type: ignore[misc
         }
 
     def _get_prompt_updates(
-        self, mm_items: Any, hf_processor_mm_kwargs: Mapping[str, Any], out_mm_kwargs: Any
-    ) -> Any:
+        self,
+        mm_items: Mapping[str, FileProcessorItems],
+        hf_processor_mm_kwargs: Mapping[str, object],
+        out_mm_kwargs: Mapping[str, Sequence[Mapping[str, Any]]],
+    ) -> list[PromptReplacement]:
         merge_h, merge_w = self.info.get_hf_config().vision_config.merge_kernel_size
         token_id = self.info.media_token_id
 
@@ -91,7 +96,7 @@ class KimiFileProcessor(theirs.KimiK25MultiModalProcessor):  # type: ignore[misc
         return [PromptReplacement(modality=CHUNK, target=[token_id], replacement=placeholders)]
 
 
-def kimi_factories() -> tuple[Any, Any, Any]:
+def kimi_factories() -> tuple[Factory, Factory, Factory]:
     """Factories of processor, ProcessingInfo and dummy inputs."""
     return (
         choice(KimiFileProcessor, theirs.KimiK25MultiModalProcessor),

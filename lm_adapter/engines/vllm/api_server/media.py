@@ -1,4 +1,4 @@
-"""vLLM's media connector for files that nobody decodes.
+"""vLLM's media connector for undecoded files.
 
 Owns what replaces vLLM's decoders: an image's file with the facts of its header, and a clip's file. The code
 that loads the bytes stays vLLM's own, with its rules for domains, paths, redirects, sizes and timeouts.

@@ -1,4 +1,4 @@
-"""What vLLM's data parser makes of media: files that nobody decodes, and pixels that the client has decoded.
+"""vLLM's data parser for undecoded files, and for pixels that the client has decoded.
 
 Owns which forms of an image or a clip are accepted. Float arrays, and the frames of a clip, stay as they are
 (``Decoded``): ``processor`` has vLLM prepare them, and they go to the encoder in that form.
@@ -6,9 +6,9 @@ Owns which forms of an image or a clip are accepted. Float arrays, and the frame
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from vllm.model_executor.models import qwen3_vl
@@ -26,7 +26,7 @@ METADATA = {"fps", "frames_indices", "total_num_frames"}
 class Decoded:
     """A float array or tensor of an image, or (frames, metadata) of a clip, as vLLM takes them."""
 
-    media: Any
+    media: object
 
 
 class FileProcessorItems(ProcessorBatchItems[Any]):  # type: ignore[misc]
@@ -42,20 +42,18 @@ class FileProcessorItems(ProcessorBatchItems[Any]):  # type: ignore[misc]
         return None if item is None else item.digest
 
 
-def image_files(data: Any, *, takes_floats: bool = False) -> list[ImageFile | Decoded | None]:
+def image_files(data: object, *, takes_floats: bool = False) -> list[ImageFile | Decoded | None]:
     """Converts vLLM's image inputs to files. takes_floats: pass float pixels through as Decoded (they cannot
     be a file). Raises ValueError for embeddings, which only the encoder makes here, and for pixels of another
     form."""
     if isinstance(data, dict) or (isinstance(data, torch.Tensor) and data.ndim == 3):
         raise ValueError("image_embeds are not accepted: image rows come from the encoder")
-    if isinstance(data, list | tuple):
-        images = list(data)
-    else:
-        images = list(data) if getattr(data, "ndim", 3) == 4 else [data]
+    is_batch = isinstance(data, list | tuple) or getattr(data, "ndim", 3) == 4
+    images = list(cast("Iterable[object]", data)) if is_batch else [data]
     return [_image_file(image, takes_floats=takes_floats) for image in images]
 
 
-def _image_file(image: Any, *, takes_floats: bool) -> ImageFile | Decoded | None:
+def _image_file(image: object, *, takes_floats: bool) -> ImageFile | Decoded | None:
     if isinstance(image, MediaWithBytes):
         image = image.media if isinstance(image.media, ImageFile) else ImageFile.read(image.original_bytes)
     if image is None or isinstance(image, ImageFile | Decoded):
@@ -68,13 +66,13 @@ def _image_file(image: Any, *, takes_floats: bool) -> ImageFile | Decoded | None
     return ImageFile.of_pixels(image)
 
 
-def clip_files(data: Any) -> list[ClipFile | Decoded | None]:
+def clip_files(data: object) -> list[ClipFile | Decoded | None]:
     """Converts vLLM's video inputs with metadata. Raises ValueError for frames without metadata, and for
     embeddings."""
     return [_clip_file(clip) for clip in (data if isinstance(data, list) else [data])]
 
 
-def _clip_file(clip: Any) -> ClipFile | Decoded | None:
+def _clip_file(clip: object) -> ClipFile | Decoded | None:
     if isinstance(clip, MediaWithBytes):
         clip = clip.media
     if clip is None or isinstance(clip, ClipFile | Decoded):
@@ -91,8 +89,8 @@ def _clip_file(clip: Any) -> ClipFile | Decoded | None:
 
 
 class FileDataParser(qwen3_vl.Qwen3VLMultiModalDataParser):  # type: ignore[misc]
-    def _parse_image_data(self, data: Any) -> FileProcessorItems | None:
+    def _parse_image_data(self, data: object) -> FileProcessorItems | None:
         return None if data is None else FileProcessorItems(image_files(data, takes_floats=True), "image")
 
-    def _parse_video_data(self, data: Any) -> FileProcessorItems | None:
+    def _parse_video_data(self, data: object) -> FileProcessorItems | None:
         return None if data is None else FileProcessorItems(clip_files(data), "video")

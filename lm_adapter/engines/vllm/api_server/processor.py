@@ -1,4 +1,4 @@
-"""vLLM's processors for files that nobody decodes: grid, placeholders, and the file in the request.
+"""vLLM's processors for undecoded files: grid, placeholders, and the file in the request.
 
 Owns what replaces the reference processor and the dummy inputs, for Qwen3-VL and Qwen3.5; ``kimi`` has the
 same for Kimi-K2.5. vLLM's own code computes an image's grid from its header, as in the reference; the
@@ -9,7 +9,7 @@ tokens between a clip's frames, and prepares pixels that the client has decoded.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from transformers.feature_extraction_utils import BatchFeature
@@ -19,7 +19,7 @@ from vllm.multimodal.parse import ImageProcessorItems, MultiModalDataItems, Vide
 
 from lm_adapter.engines.shared.images import ImageFile
 from lm_adapter.engines.vllm.api_server.clips import SAMPLING, ClipFile
-from lm_adapter.engines.vllm.api_server.parser import Decoded, FileDataParser
+from lm_adapter.engines.vllm.api_server.parser import Decoded, FileDataParser, FileProcessorItems
 from lm_adapter.engines.vllm.api_server.server import VLLMS_OWN
 from lm_adapter.engines.vllm.failures import listening
 from lm_adapter.engines.vllm.file_items import CLIP_FIELD, FILE_FIELD, FileItem
@@ -28,6 +28,9 @@ from lm_adapter.items import Grid, Modality, PreprocessOptions
 from lm_adapter.keys import content_digest
 
 SIZE_OPTIONS = {"size", "min_pixels", "max_pixels"}
+
+Factory: TypeAlias = Callable[..., Any]
+"""Makes one part of a processor. Its first argument is vLLM's context or ProcessingInfo."""
 
 
 class Sizes(Protocol):
@@ -53,9 +56,8 @@ def pixel_tensor(pixel_values: torch.Tensor, grid: Grid, modality: Modality) -> 
     return torch.from_numpy(item.packed())
 
 
-def choice(ours: Any, theirs: Any) -> Callable[..., Any]:
-    """A factory of one part of a processor: ours where the engine's rows come from the encoder, else theirs.
-    Its first argument is vLLM's context or ProcessingInfo."""
+def choice(ours: Factory, theirs: Factory) -> Factory:
+    """Ours where the engine's rows come from the encoder, else vLLM's own."""
 
     def make(first: Any, *rest: Any, **named: Any) -> Any:
         context = getattr(first, "ctx", first)
@@ -64,7 +66,7 @@ def choice(ours: Any, theirs: Any) -> Callable[..., Any]:
     return make
 
 
-def qwen_factories(parent: Any) -> tuple[Any, Any, Any]:
+def qwen_factories(parent: Factory) -> tuple[Factory, Factory, Factory]:
     """Factories of processor, ProcessingInfo and dummy inputs of a Qwen family. parent: its
     ProcessingInfo."""
     return (
@@ -109,7 +111,9 @@ class FileDummyInputsBuilder(qwen3_vl.Qwen3VLDummyInputsBuilder):  # type: ignor
 
 
 class Qwen3VLFileProcessor(qwen3_vl.Qwen3VLMultiModalProcessor):  # type: ignore[misc]
-    def _apply_hf_processor_main(self, mm_items: Any, hf_kwargs: Mapping[str, object]) -> BatchFeature:
+    def _apply_hf_processor_main(
+        self, mm_items: Mapping[str, FileProcessorItems], hf_kwargs: Mapping[str, object]
+    ) -> BatchFeature:
         images = mm_items["image"].get_all() if "image" in mm_items else ()
         clips = mm_items["video"].get_all() if "video" in mm_items else ()
         fields: dict[str, Any] = {}

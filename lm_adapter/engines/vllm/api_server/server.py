@@ -26,6 +26,7 @@ from lm_adapter.engines.shared.images import ImageFile
 from lm_adapter.engines.vllm.api_server.clips import ClipFile
 from lm_adapter.engines.vllm.failures import vllm_error
 from lm_adapter.engines.vllm.settings import Settings, given_sizes, has_connector, mark
+from lm_adapter.engines.vllm.vllm_types import ModelConfig, VllmConfig
 from lm_adapter.errors import EncoderError, InvalidRequest
 from lm_adapter.items import ImageItem
 
@@ -66,11 +67,12 @@ class ApiServer:
     """Made by ``configure``. None before, and where no engine had this connector."""
     _threads: ClassVar[EncoderThreads] = EncoderThreads()
 
-    def __init__(self, vllm_config: Any) -> None:
+    def __init__(self, vllm_config: VllmConfig) -> None:
         """Raises InvalidRequest for settings and models that the connector refuses."""
-        model_config = vllm_config.model_config
+        model_config, transfer = vllm_config.model_config, vllm_config.ec_transfer_config
+        assert transfer is not None, "``has_connector`` holds"
         options = model_config.get_multimodal_config().mm_processor_kwargs or {}
-        self._settings = Settings.read(vllm_config.ec_transfer_config.ec_connector_extra_config)
+        self._settings = Settings.read(transfer.ec_connector_extra_config)
         self._geometry = Geometry.of_model(model_config)
         self._max_tokens = model_config.max_model_len
         # With other options each image has another key, which only the processor knows.
@@ -96,20 +98,19 @@ class ApiServer:
         thread.submit(object(), call)
         return True
 
-    def announce(self, clip: ClipFile) -> Future[Any]:
+    def announce(self, clip: ClipFile) -> Future[ClipFile | EncoderError]:
         """Gets the clip with its grid and times, or an EncoderError, within the time limit of an item."""
         call = functools.partial(clip.announced, geometry=self._geometry, max_tokens=self._max_tokens)
         return self._threads.get(self._settings).submit_future(call)
 
     @staticmethod
-    def announced(outcome: Any) -> ClipFile:
+    def announced(outcome: ClipFile | EncoderError) -> ClipFile:
         """The clip that ``announce`` got. Raises its EncoderError as vLLM answers it."""
         if isinstance(outcome, EncoderError):
             message = message_of(outcome)
-            logger.warning("a request is rejected, its clip cannot be had: %s", message)
+            logger.warning("a request is rejected, its clip cannot be read: %s", message)
             raise vllm_error(status_of(outcome), message) from outcome
-        clip: ClipFile = outcome
-        return clip
+        return outcome
 
 
 def hook_config(architecture: str) -> None:
@@ -122,25 +123,25 @@ def hook_config(architecture: str) -> None:
         is_vision_encoder = True
 
         @staticmethod
-        def verify_and_update_config(vllm_config: Any) -> None:
+        def verify_and_update_config(vllm_config: VllmConfig) -> None:
             if vllms_hook is not None:
                 vllms_hook.verify_and_update_config(vllm_config)
             configure(vllm_config)
 
         @staticmethod
-        def verify_and_update_model_config(model_config: Any) -> None:
+        def verify_and_update_model_config(model_config: ModelConfig) -> None:
             if vllms_hook is not None:
                 vllms_hook.verify_and_update_model_config(model_config)
 
     MODELS_CONFIG_MAP[architecture] = Hook
 
 
-def configure(vllm_config: Any) -> None:
+def configure(vllm_config: VllmConfig) -> None:
     """Called in the process that makes the configuration: an API server, or an offline ``LLM``. Raises
     InvalidRequest for options of vLLM that exclude each other."""
     if not has_connector(vllm_config):
         if os.environ.get("VLLM_MEDIA_CONNECTOR") == MEDIA_CONNECTOR:
-            # Of an earlier engine in this process.
+            # Set by an earlier engine in this process.
             del os.environ["VLLM_MEDIA_CONNECTOR"]
         return
     _check_options(vllm_config)
@@ -150,7 +151,7 @@ def configure(vllm_config: Any) -> None:
     ApiServer.current = server
 
 
-def _check_options(vllm_config: Any) -> None:
+def _check_options(vllm_config: VllmConfig) -> None:
     """Raises InvalidRequest for options that cannot work with this connector."""
     mm_config = vllm_config.model_config.get_multimodal_config()
     if mm_config.mm_processor_cache_type == "shm":

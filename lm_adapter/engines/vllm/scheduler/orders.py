@@ -28,10 +28,12 @@ GONE = "UNKNOWN_KEY"
 class RowOrders:
     """For the scheduler's thread. ``_obtain`` and ``_read`` run on the loop of the encoder thread."""
 
-    def __init__(self, encoder_thread: EncoderThread, link: RankSocket, clock: Callable[[], float]) -> None:
-        """link: on the loop of ``encoder_thread``. clock: in seconds, monotonic."""
+    def __init__(
+        self, encoder_thread: EncoderThread, rank_socket: RankSocket, clock: Callable[[], float]
+    ) -> None:
+        """rank_socket: on the loop of ``encoder_thread``. clock: in seconds, monotonic."""
         self._encoder_thread = encoder_thread
-        self._link = link
+        self._rank_socket = rank_socket
         self._clock = clock
         self._numbers = itertools.count(1)
 
@@ -45,15 +47,15 @@ class RowOrders:
 
     def drop(self, number: int) -> None:
         """Frees the rows of this number on every rank."""
-        self._encoder_thread.call_soon(self._link.drop, number)
+        self._encoder_thread.call_soon(self._rank_socket.drop, number)
 
     def wait(self, timeout_s: float) -> None:
         """Waits until some call has ended."""
         self._encoder_thread.wait(timeout_s)
 
     def take_completed(self) -> Iterator[tuple[RowsEntry, int | EncoderError]]:
-        """Each call that has ended: the number by which every rank has the rows, or why they cannot be
-        had."""
+        """Each call that has ended: the number by which every rank has the rows, or why they are not
+        available."""
         while self._encoder_thread.completed:
             completed = self._encoder_thread.completed.popleft()
             assert isinstance(completed.handle, RowsEntry)
@@ -89,7 +91,7 @@ class RowOrders:
     async def _read(self, item: RequestItem, key: bytes, route: bytes, timeout_s: float) -> int:
         """The number of rows that every rank has read. Raises ItemFailed."""
         order = RowsOrder(next(self._numbers), key, route, item.grid)
-        await self._link.read(order, timeout_s)
+        await self._rank_socket.read(order, timeout_s)
         return order.number
 
 

@@ -121,7 +121,7 @@ class SharedRows:
         self.arrived_s = now_s
 
     def failed(self, entry: RowsEntry) -> None:
-        """The rows cannot be had. The entry keeps its holders, but nobody else joins it."""
+        """The rows are not available. The entry keeps its holders, but nobody else joins it."""
         self._discard(entry)
 
     def _discard(self, entry: RowsEntry) -> None:

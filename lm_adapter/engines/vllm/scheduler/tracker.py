@@ -53,7 +53,7 @@ class RequestTracker:
     def __init__(
         self,
         encoder_thread: EncoderThread,
-        link: RankSocket,
+        rank_socket: RankSocket,
         geometry: Geometry,
         settings: Settings,
         *,
@@ -61,13 +61,13 @@ class RequestTracker:
         report: Report = lambda *_: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """link: on the loop of ``encoder_thread``. step_tokens: at most that many of a request are computed
-        in one step. clock: in seconds, monotonic."""
+        """rank_socket: on the loop of ``encoder_thread``. step_tokens: limit on the tokens of a request that
+        one step computes. clock: in seconds, monotonic."""
         self._geometry = geometry
         self._step_tokens = step_tokens
         self._report = report
         self._clock = clock
-        self._orders = RowOrders(encoder_thread, link, clock)
+        self._orders = RowOrders(encoder_thread, rank_socket, clock)
         self._room: Room[RequestState] = Room(settings.max_resident_bytes)
         self._rows = SharedRows(self._room, self._orders)
         self._requests: dict[str, RequestState] = {}
@@ -290,7 +290,7 @@ class RequestTracker:
 
     def _reject(self, request_id: str, error: EncoderError) -> None:
         self._unavailable.add(request_id)
-        logger.warning("request %s is rejected, its rows cannot be had: %s", request_id, message_of(error))
+        logger.warning("request %s is rejected, it has no rows: %s", request_id, message_of(error))
 
     def _release(self, state: RequestState) -> None:
         """It neither holds nor needs any rows."""

@@ -10,11 +10,12 @@ import functools
 from typing import Any
 
 from lm_adapter.engines.vllm.scheduler.tracker import RequestTracker
+from lm_adapter.engines.vllm.vllm_types import VllmConfig
 
 CLASS_NAME = "WatchedCacheManager"
 
 
-def watch(vllm_config: Any, tracker: RequestTracker) -> None:
+def watch(vllm_config: VllmConfig, tracker: RequestTracker) -> None:
     """The tracker sees the content of the next manager that vLLM makes. If the user has named a manager
     class, it stays, and the tracker orders all rows."""
     config, path = vllm_config.ec_manager_config, f"{__name__}.{CLASS_NAME}"
@@ -35,7 +36,7 @@ def _manager() -> type:
 
     class WatchedCacheManager(EncoderCacheManager):  # type: ignore[misc]
         @classmethod
-        def create_manager(cls, *, cache_size: int, vllm_config: Any) -> Any:
+        def create_manager(cls, *, cache_size: int, vllm_config: VllmConfig) -> Any:
             manager = cls(cache_size=cache_size)
             tracker = vllm_config.ec_manager_config.manager_config.pop("tracker")
             tracker.watch_cache(manager.cached)

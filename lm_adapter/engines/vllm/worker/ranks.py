@@ -36,16 +36,19 @@ RECONNECT_S = 0.2
 class RankReader:
     """``begin_step`` is for the worker's thread; the rest runs on the reader's own thread."""
 
-    def __init__(self, settings: Settings, geometry: Geometry, device: Any, link_name: str) -> None:
-        """device: a torch.device; without an index it means the current device of the calling thread."""
+    def __init__(self, settings: Settings, geometry: Geometry, device: Any, socket_name: str) -> None:
+        """device: a torch.device; without an index it means the current device of the calling thread.
+        socket_name: of the scheduler's ``RankSocket``."""
+        self.rows: dict[int, Any] = {}
+        """The rows that this rank has confirmed, by number: [num_rows, width] on the rank's device."""
+        self.transport = ""
+        """How rows came last: as in ``client.transport``. Empty before the first rows."""
         self._settings = settings
         self._geometry = geometry
         self._device = device
-        self._link_name = link_name
-        self._rows: dict[int, Any] = {}
+        self._socket_name = socket_name
         self._reads: dict[int, asyncio.Task[None]] = {}
         self._client: AsyncVisionEncoderClient | None = None
-        self._transport = ""
         self._stream: Any = None
         self._reserve: Any = None
         if device.type == "cuda":
@@ -60,8 +63,13 @@ class RankReader:
         self._thread = threading.Thread(target=self._run, name="vision-encoder-rows", daemon=True)
         self._thread.start()
 
+    @property
+    def is_reading(self) -> bool:
+        """Whether it carries out orders."""
+        return bool(self._reads)
+
     def close(self) -> None:
-        """Ends the thread. Harmless when repeated."""
+        """Ends the thread. Can be repeated."""
         if not self._loop.is_closed() and self._thread.is_alive():
             with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(lambda: self._main and self._main.cancel())
@@ -81,7 +89,7 @@ class RankReader:
     def begin_step(self, step: StepRows, encoder_cache: dict[str, Any]) -> None:
         """Puts rows that this rank has confirmed into vLLM's cache."""
         for number, identifier in step.hand_over:
-            tensor = self._rows[number]
+            tensor = self.rows[number]
             if tensor.is_cuda:
                 import torch
 
@@ -89,7 +97,7 @@ class RankReader:
                 tensor.record_stream(torch.cuda.current_stream())
             encoder_cache[identifier] = tensor
         for number in step.drop:
-            self._rows.pop(number, None)
+            self.rows.pop(number, None)
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -108,7 +116,7 @@ class RankReader:
         """Carries out orders until ``close``. Reconnects when the connection breaks."""
         try:
             while True:
-                await self._serve_connection(*await connect(self._link_name))
+                await self._serve_connection(*await connect(self._socket_name))
                 await asyncio.sleep(RECONNECT_S)
         finally:
             if self._client is not None:
@@ -128,7 +136,7 @@ class RankReader:
                     order = RowsOrder.of_frame(frame)
                     self._reads[order.number] = self._loop.create_task(self._read(order, writer))
         except LINK_ERRORS as error:
-            logger.warning("the link to the scheduler broke: %s: %s", type(error).__name__, error)
+            logger.warning("the connection to the scheduler broke: %s: %s", type(error).__name__, error)
         finally:
             writer.close()
             reads, self._reads = self._reads, {}
@@ -139,7 +147,7 @@ class RankReader:
                 await writer.wait_closed()
 
     def _drop(self, number: int) -> None:
-        self._rows.pop(number, None)
+        self.rows.pop(number, None)
         read = self._reads.pop(number, None)
         if read is not None:
             read.cancel()
@@ -152,7 +160,7 @@ class RankReader:
             except InvalidRows:
                 # After a restart of the encoder, the client may have checked them against the old model.
                 tensor = await self._rows_of(order)
-            self._rows[order.number] = tensor
+            self.rows[order.number] = tensor
         except EncoderError as failure:
             error = failure
         except Exception as failure:
@@ -177,8 +185,8 @@ class RankReader:
             raise rows
         self._geometry.check(rows, order.grid)
         transport = self._client.transport
-        if transport.name != self._transport:
-            self._transport = transport.name
+        if transport.name != self.transport:
+            self.transport = transport.name
             logger.info("image rows come by %s: %s", transport.name, transport.reason)
         tensor = rows.torch()
         if tensor.device != self._device:
