@@ -136,7 +136,7 @@ serve: $(STAMP) $(CHECKPOINT)/config.json ## Serve a small random-weight checkpo
 	$(BIN)/vision-encoder serve --model $(CHECKPOINT) --device cpu
 
 fleet: $(STAMP) $(CHECKPOINT)/config.json ## Run four encoders on the CPU behind Envoy, until Ctrl-C
-	PYTHONPATH=.:proto $(BIN)/python -m tests.fleet $(CHECKPOINT)
+	PYTHONPATH=.:proto $(BIN)/python -m bench.harness.fleet $(CHECKPOINT)
 
 # Made beside its final place and moved, so that an interrupted run leaves no half checkpoint.
 $(CHECKPOINT)/config.json: | $(STAMP)

@@ -45,7 +45,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from epd_servers import SERVERS, engine_arguments, serving
 from measurement import RESULTS, ResultFile, describe_environment, percentile
 
-from tests.engines.checkpoints import write_checkpoint
+from bench.harness.engine_checkpoints import write_checkpoint
 
 NUM_PICTURES, NUM_CLIPS = 8, 2
 """Number of different pictures or clips of a size. New ones are copies with another comment."""

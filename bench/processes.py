@@ -24,7 +24,7 @@ from typing import Any, Self
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tests.chaos.pods import ROOT, Pod, environment
+from bench.harness.pods import ROOT, Pod, environment
 
 # As in the service's images (deploy/docker): freed message buffers stay mapped and are reused.
 IMAGE_MALLOC = {

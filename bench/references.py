@@ -22,9 +22,9 @@ from typing import Any
 
 import torch
 
+from bench.harness.reference import ReferenceTower, VarlenKernel, register_varlen_attention
 from encoder_service.towers.attention.fa3 import import_interface
 from encoder_service.types import Grid
-from tests.parity.reference import ReferenceTower, VarlenKernel, register_varlen_attention
 
 SDPA = "sdpa"
 FA3 = "flash_fa3_varlen"

@@ -25,7 +25,7 @@ from measurement import TimedRun, options_of, percentile
 from processes import IMAGE_MALLOC, START_S, Process, ProcessFailed
 from transport_peers import DeviceCopies, bytes_of, num_resident, timed
 
-from tests.chaos.pods import can_isolate
+from bench.harness.pods import can_isolate
 
 MIB = 1 << 20
 PACKAGES = ("grpcio", "protobuf", "cuda-bindings")

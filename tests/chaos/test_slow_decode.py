@@ -16,13 +16,13 @@ import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from PIL import Image
 
+from bench.harness.waiting import wait_until
 from encoder_service.rpc.server import SERVICE
 from encoder_service.types import LoadedPixels, PreprocessOptions
 from lm_adapter import DeadlineExceeded, ImageItem, ItemFailed, VisionEncoderClient
 from tests.integration.conftest import RunningService, running
 from tests.integration.held import held, wait_until_free
 from tests.integration.images import photo
-from tests.waiting import wait_until
 from vision_encoder.v1 import encoder_pb2 as pb
 from vision_encoder.v1 import encoder_pb2_grpc
 

@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 
-from tests.chaos.pods import EncoderPod, Pod, can_isolate
+from bench.harness.pods import EncoderPod, Pod, can_isolate
+from bench.harness.waiting import wait_until
 from tests.chaos.reader_pod import RELATIVE
 from tests.unit.transport.broker_rig import socket_folder
-from tests.waiting import wait_until
 
 MIB = 1 << 20
 UNMAP_S = 1.0

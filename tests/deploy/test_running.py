@@ -24,6 +24,8 @@ import pytest
 import yaml
 from cryptography import x509
 
+from bench.harness.ports import free_port
+from bench.harness.waiting import PATIENCE_S, wait_until
 from tests.deploy.chart import (
     CHART,
     GATEWAY,
@@ -39,8 +41,6 @@ from tests.deploy.chart import (
     rendered,
     validate,
 )
-from tests.ports import free_port
-from tests.waiting import PATIENCE_S, wait_until
 
 SCRIPT = HELM_FOLDER / "make-secrets.sh"
 DASHBOARD = CHART / "files" / "dashboard.json"

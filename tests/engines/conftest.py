@@ -19,7 +19,7 @@ import pytest
 if importlib.util.find_spec("vllm") is None:
     collect_ignore_glob = ["test_*.py"]
 else:
-    from tests.engines.checkpoints import write_checkpoint
+    from bench.harness.engine_checkpoints import write_checkpoint
     from tests.engines.pictures import (
         CASES,
         CLIP_CASES,

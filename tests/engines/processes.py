@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any, Self
 
 import httpx
 
+from bench.harness.ports import free_port
 from lm_adapter import DeadlineExceeded, VisionEncoderClient
 from tests.engines.agreement import of_response
 from tests.engines.pictures import TEXT
-from tests.ports import free_port
 
 if TYPE_CHECKING:
     from tests.engines.replicas import Replicas

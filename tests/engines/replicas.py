@@ -8,10 +8,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Self
 
-from tests.fleet.encoders import Encoder, EncoderProcesses
-from tests.fleet.fleet import SETTINGS
-from tests.fleet.gateway import NAME, Gateway
-from tests.fleet.names import NameServer
+from bench.harness.fleet.encoders import Encoder, EncoderProcesses
+from bench.harness.fleet.fleet import SETTINGS
+from bench.harness.fleet.gateway import NAME, Gateway
+from bench.harness.fleet.names import NameServer
 
 
 class Replicas:

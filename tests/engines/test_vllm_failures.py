@@ -20,6 +20,7 @@ from typing import Any
 import httpx
 import pytest
 
+from bench.harness.waiting import PATIENCE_S, wait_until
 from lm_adapter.engines.shared.error_text import MAX_MESSAGE_CHARS
 from lm_adapter.errors import ItemFailed
 from lm_adapter.keys import content_digest
@@ -44,7 +45,6 @@ from tests.engines.processes import (
     VllmServer,
     chat_body,
 )
-from tests.waiting import PATIENCE_S, wait_until
 
 FAMILY = "qwen3_vl"
 pytestmark = [

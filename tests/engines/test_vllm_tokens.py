@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from bench.harness.engine_checkpoints import MIXTURES, TOWER_PREFIXES
 from tests.engines.agreement import agree, compared
-from tests.engines.checkpoints import MIXTURES, TOWER_PREFIXES
 from tests.engines.conftest import CALL, DTYPES, FAMILIES, OPTIONS, SAMPLING, TOOLS
 from tests.engines.pictures import CASES, CLIP_CASES, with_pixels
 from tests.engines.processes import Stack, chat_body

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fleet.fleet import Fleet
+from bench.harness.fleet.fleet import Fleet
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.fleet.callers import Mark, Measured
+from bench.harness.fleet.callers import Mark, Measured
 
 NUM_CALLERS = 12
 CALL_S = 0.01

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import yaml
 
+from bench.harness.fleet.encoders import Encoder, EncoderProcesses
+from bench.harness.fleet.fleet import SETTINGS
+from bench.harness.fleet.gateway import CONFIG, NAME, Gateway
+from bench.harness.fleet.images import image_file
+from bench.harness.fleet.names import NameServer
 from lm_adapter import ClientTls, EncoderUnavailable, ImageItem, VisionEncoderClient
 from tests.certificates import Authority
-from tests.fleet.encoders import Encoder, EncoderProcesses
-from tests.fleet.fleet import SETTINGS
-from tests.fleet.gateway import CONFIG, NAME, Gateway
-from tests.fleet.images import image_file
-from tests.fleet.names import NameServer
 from tests.programs import program
 
 pytestmark = pytest.mark.fleet

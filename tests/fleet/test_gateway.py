@@ -14,15 +14,15 @@ import grpc
 import pytest
 import torch
 
+from bench.harness.fleet.caller_main import TOLERANCE
+from bench.harness.fleet.fleet import READY_S, Fleet
+from bench.harness.fleet.gateway import NAME, AccessLog, Gateway, dict_of, part
+from bench.harness.fleet.images import HOLD, MIB, image_file
+from bench.harness.fleet.names import NameServer
+from bench.harness.waiting import wait_until
 from lm_adapter import ImageItem, VisionEncoderClient
-from tests.fleet.caller_main import TOLERANCE
-from tests.fleet.fleet import READY_S, Fleet
 from tests.fleet.frames import GRPC_HEADERS, SERVER_INFO_PATH, RawCaller
-from tests.fleet.gateway import NAME, AccessLog, Gateway, dict_of, part
-from tests.fleet.images import HOLD, MIB, image_file
-from tests.fleet.names import NameServer
 from tests.unit.lm_adapter.connector_rig import Engine, Image, engine_config
-from tests.waiting import wait_until
 
 pytestmark = pytest.mark.fleet
 

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
+from bench.harness.fleet.encoders import ROOT, environment
+from bench.harness.fleet.images import image_file
+from bench.harness.waiting import wait_until
 from lm_adapter import ImageItem, VisionEncoderClient
-from tests.fleet.encoders import ROOT, environment
-from tests.fleet.images import image_file
 from tests.programs import program
-from tests.waiting import wait_until
 
 pytestmark = pytest.mark.fleet
 
@@ -31,7 +31,7 @@ def running(checkpoint: Path, log: Path) -> Iterator[subprocess.Popen[str]]:
     """In a process group of its own, as a shell's job."""
     with log.open("w") as errors:
         process = subprocess.Popen(
-            [sys.executable, "-m", "tests.fleet", str(checkpoint)],
+            [sys.executable, "-m", "bench.harness.fleet", str(checkpoint)],
             cwd=ROOT,
             env=environment(),
             stdout=subprocess.PIPE,

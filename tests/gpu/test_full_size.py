@@ -12,6 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
+from bench.harness.reference import ReferenceTower
 from encoder_service.checkpoints.synthetic import make_checkpoint
 from encoder_service.ingest.decode import DecodeLimits
 from encoder_service.ingest.registry import load_preprocessor
@@ -19,7 +20,6 @@ from encoder_service.towers.registry import load_tower
 from encoder_service.types import PreprocessOptions
 from lm_adapter import CacheTier, EncodedRows, ImageItem, VisionEncoderClient
 from tests.integration.conftest import FAMILIES, running
-from tests.parity.reference import ReferenceTower
 from tests.unit.store.integrity import check_store
 
 pytestmark = pytest.mark.gpu

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import torch
 
+from bench.harness.engine_checkpoints import write_checkpoint
 from tests.engines.agreement import agree, of_response
-from tests.engines.checkpoints import write_checkpoint
 from tests.engines.pictures import CASES, SIZES, TEXT, picture, with_pixels
 
 pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings", exc_type=ImportError)

@@ -24,6 +24,8 @@ import pytest
 import torch
 import zmq
 
+from bench.harness.ports import free_port
+from bench.harness.waiting import PATIENCE_S, wait_until
 from encoder_service.errors import ConfigurationError
 from encoder_service.ingest import pixel_segments
 from encoder_service.towers import load_tower
@@ -46,8 +48,6 @@ from tests.integration.tokenspeed import (
     tensor,
 )
 from tests.parity.tower_cases import run_tower
-from tests.ports import free_port
-from tests.waiting import PATIENCE_S, wait_until
 from vision_encoder.tokenspeed import common_pb2 as common
 from vision_encoder.tokenspeed import tokenspeed_encoder_pb2 as encoder
 from vision_encoder.tokenspeed import tokenspeed_scheduler_pb2 as scheduler

@@ -14,6 +14,8 @@ from typing import Any
 import grpc
 import pytest
 
+from bench.harness.ports import free_port
+from bench.harness.waiting import wait_until
 from lm_adapter.engines.shared.error_text import MAX_MESSAGE_CHARS, MAX_REASON_CHARS
 from lm_adapter.engines.vllm.rank_socket import (
     LENGTH,
@@ -29,9 +31,7 @@ from lm_adapter.engines.vllm.worker.ranks import RankReader
 from lm_adapter.errors import InvalidRequest, ItemFailed
 from lm_adapter.items import Grid
 from lm_adapter.testing import FakeEncoder, FakeScript, Fault, fake_model, fake_rows
-from tests.ports import free_port
 from tests.unit.lm_adapter.connector_rig import BUSY, Engine, Image, Request, engine_config
-from tests.waiting import wait_until
 from vision_encoder.v1 import encoder_pb2 as pb
 
 BROKEN = "INTERNAL: the link to a worker of the engine broke"

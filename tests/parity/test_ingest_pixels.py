@@ -17,12 +17,12 @@ import pytest
 import torch
 from PIL import Image, ImageOps
 
+from bench.harness.reference import import_reference
 from encoder_service.errors import AspectRatioExceeded
 from encoder_service.ingest.decode import DecodeLimits, decode_rgb
 from encoder_service.ingest.preprocessor import Preprocessor
 from encoder_service.ingest.registry import load_preprocessor
 from encoder_service.types import Modality, PreprocessOptions
-from tests.parity.reference import import_reference
 from tests.unit.ingest import image_files
 
 LIMITS = DecodeLimits(max_encoded_bytes=1 << 28, max_image_pixels=1 << 26)

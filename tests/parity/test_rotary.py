@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from bench.harness.reference import import_reference
 from lm_adapter.prefill.rotary import RotaryTable, apply_mrope
-from tests.parity.reference import import_reference
 
 # Published text configs: sections, order and partial rotation.
 QWEN3_VL = {

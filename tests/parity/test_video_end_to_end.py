@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from bench.harness.reference import import_reference
 from encoder_service import app
 from encoder_service.checkpoints.synthetic import FAMILIES, make_checkpoint
 from encoder_service.rpc import convert
@@ -22,7 +23,6 @@ from lm_adapter.prefill.clip_texts import kimi_chunk_texts, qwen_frame_texts
 from lm_adapter.types import EncodedRows
 from tests.integration.conftest import RunningService, running
 from tests.parity.full_model import FullModel, Picture
-from tests.parity.reference import import_reference
 from tests.parity.tower_cases import assert_close
 from tests.unit.ingest import clip_files, image_files
 

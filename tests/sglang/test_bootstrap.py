@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from bench.harness.ports import free_port
+from bench.harness.waiting import PATIENCE_S, wait_until
 from tests.engines.processes import answers
 from tests.integration.conftest import RunningService, running
-from tests.ports import free_port
-from tests.waiting import PATIENCE_S, wait_until
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.encoder.receiver import EncoderBootstrapServer

@@ -16,7 +16,7 @@ from tower import gains_of
 from transport_peers import bytes_of
 from variants import OURS, REFERENCES
 
-from tests.chaos.pods import can_isolate
+from bench.harness.pods import can_isolate
 
 ROOT = Path(__file__).resolve().parents[3]
 RESULTS = ROOT / "bench" / "results"

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from bench.harness.waiting import wait_until
 from lm_adapter.engines.shared.geometry import Geometry
 from lm_adapter.engines.vllm.settings import Settings
 from lm_adapter.engines.vllm.worker.ranks import RankReader
-from tests.waiting import wait_until
 
 GEOMETRY = Geometry(width=12, dtype="float32", num_levels=0, merge_size=2, merges_time=False)
 SETTINGS = Settings(target="127.0.0.1:1")

@@ -13,6 +13,7 @@ import torch
 import zmq
 import zmq.asyncio
 
+from bench.harness.waiting import PATIENCE_S
 from encoder_service.errors import (
     ConfigurationError,
     InvalidRequest,
@@ -24,7 +25,6 @@ from encoder_service.protocols.zmq_push import Receivers, Sender
 from encoder_service.types import Grid, Modality
 from tests.sglang.frames import Modality as ReadModality
 from tests.sglang.frames import fields_of, message_of
-from tests.waiting import PATIENCE_S
 
 IMAGE = Part("r_local_part_1", 3, 1, Modality.IMAGE)
 

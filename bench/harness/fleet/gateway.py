@@ -20,10 +20,10 @@ from typing import Any, Self
 
 import yaml
 
-from tests.fleet.encoders import ROOT
-from tests.ports import free_port
+from bench.harness.fleet.encoders import ROOT
+from bench.harness.ports import free_port
+from bench.harness.waiting import wait_until
 from tests.programs import program
-from tests.waiting import wait_until
 
 CONFIG = ROOT / "deploy" / "envoy" / "gateway.yaml"
 NAME = "vision-encoder-headless"

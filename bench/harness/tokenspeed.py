@@ -21,11 +21,11 @@ import numpy as np
 import torch
 from PIL import Image
 
+from bench.harness.ports import free_port
+from bench.harness.waiting import PATIENCE_S, wait_until
 from encoder_service.types import Grid
 from tests.engines.pictures import data_url
 from tests.engines.processes import ROOT, Process, answers
-from tests.ports import free_port
-from tests.waiting import PATIENCE_S, wait_until
 from vision_encoder.tokenspeed import tokenspeed_encoder_pb2 as encoder
 
 DOCUMENT = ROOT / "docs" / "tokenspeed.md"
@@ -201,7 +201,7 @@ class PrefillWorker:
         path = folder / "config.json"
         path.write_text(json.dumps({"folder": str(folder), "workers": workers}))
         self._process = Process(
-            ["-m", "tests.tokenspeed.receiver", str(path)],
+            ["-m", "bench.harness.tokenspeed_receiver", str(path)],
             folder / "prefill.log",
             # The receiver asks Mooncake for RDMA.
             {**ENVIRONMENT, "MC_FORCE_TCP": "1", "HF_HUB_OFFLINE": "1"},

@@ -19,9 +19,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from tests.waiting import wait_until
+from bench.harness.waiting import wait_until
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PORT = 50051
 STOP_S = 30.0
 
@@ -79,7 +79,7 @@ class EncoderProcesses:
         within = ["ip", "netns", "exec", namespace] if namespace else []
         with (folder / f"encoder-main{namespace}.log").open("ab") as errors:
             self._process = subprocess.Popen(
-                [*within, sys.executable, "-m", "tests.fleet.encoder_main"],
+                [*within, sys.executable, "-m", "bench.harness.fleet.encoder_main"],
                 cwd=ROOT,
                 env=environment(),
                 stdin=subprocess.PIPE,

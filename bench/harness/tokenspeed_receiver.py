@@ -1,8 +1,8 @@
 """TokenSpeed's prefill worker on a CPU: its own receiver of rows, behind stand-ins of its workers.
 
-A process: ``python -m tests.tokenspeed.receiver CONFIG``. CONFIG is JSON: ``folder`` for received rows, one
-file ROOM.npy for each, and ``workers``, each with ``port``, ``role``, ``model`` and ``width``, ``levels`` of
-rows.
+A process: ``python -m bench.harness.tokenspeed_receiver CONFIG``. CONFIG is JSON: ``folder`` for received
+rows, one file ROOM.npy for each, and ``workers``, each with ``port``, ``role``, ``model`` and ``width``,
+``levels`` of rows.
 
 TokenSpeed's kernels and its build of Mooncake need a GPU. Its receiver uses neither, but its modules import
 them: stand-ins take their place.
