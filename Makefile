@@ -118,19 +118,19 @@ proto-check: ## Fail when the committed generated code is not what encoder.proto
 
 # The recorded measurements on a GPU; without one the smallest tower, as a check that the program runs.
 bench: $(STAMP) ## Measure the towers
-	$(BIN)/python bench/tower.py $$([ -e /dev/nvidiactl ] || echo --quick --size tiny --device cpu)
+	$(BIN)/python -m bench.tower $$([ -e /dev/nvidiactl ] || echo --quick --size tiny --device cpu)
 
 bench-transport: $(STAMP) ## Measure the delivery of rows over every transport
-	$(BIN)/python bench/transport.py $$([ -e /dev/nvidiactl ] || echo --quick --device cpu)
+	$(BIN)/python -m bench.transport $$([ -e /dev/nvidiactl ] || echo --quick --device cpu)
 
 bench-serve: $(STAMP) ## Measure the service under load, beside its tower
-	$(BIN)/python bench/serve.py $$([ -e /dev/nvidiactl ] || echo --quick --size tiny --device cpu)
+	$(BIN)/python -m bench.serve $$([ -e /dev/nvidiactl ] || echo --quick --size tiny --device cpu)
 
 bench-fleet: $(STAMP) ## Measure encoders behind Envoy through kills, scaling, stalls and restarts, on a CPU (an hour)
-	$(BIN)/python bench/fleet.py
+	$(BIN)/python -m bench.fleet
 
 demo: $(STAMP) ## Start the service, send photographs, run a language model on the rows, compare
-	$(BIN)/python bench/demo.py
+	$(BIN)/python -m bench.demo
 
 serve: $(STAMP) $(CHECKPOINT)/config.json ## Serve a small random-weight checkpoint on the CPU
 	$(BIN)/vision-encoder serve --model $(CHECKPOINT) --device cpu

@@ -1,6 +1,6 @@
 """Simulates the Kubernetes autoscaler over days of traffic, on a CPU.
 
-    python bench/autoscale.py
+    python -m bench.autoscale
 
 Owns the models of the autoscaler and of the encoders, the traffic, and the policies that are compared. The
 speed of an encoder is measured: the device's time per image in results/tower-*, the host's in
@@ -19,25 +19,21 @@ window, W scrapes, M metrics, B bins of latency.
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
-import sys
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from itertools import repeat
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from charts import draw_beside
-from measurement import RESULTS, describe_environment, write_result
-
+from bench.charts import draw_beside
+from bench.measurement import RESULTS, describe_environment, write_result
 from encoder_service.admin.saturation import BUSY_WINDOW_S, FULL_QUEUE_S
 from encoder_service.config import Settings
 
@@ -381,6 +377,9 @@ def records_of(traffic: str, fleet: Fleet) -> list[dict[str, Any]]:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result files")
+    out: Path = parser.parse_args().out
     encoder, chart = Encoder.measured(), Policy()
     starts = [replace(chart, start_s=start_s) for start_s in (85.0, 48.0, 25.0)]
     policies = {
@@ -423,7 +422,7 @@ def main() -> None:
             for one in records_of(traffic, fleet)
         ],
     }
-    path = write_result(RESULTS, "autoscale", result)
+    path = write_result(out, "autoscale", result)
     print(path, draw_beside("autoscale", result, path), sep="\n")
 
 

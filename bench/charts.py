@@ -1,6 +1,6 @@
 """Draws charts of bench results: towers, transports, serving, engines, autoscaling.
 
-    python bench/charts.py bench/results/tower-nvidia-h200-2026-11-23.json
+    python -m bench.charts bench/results/tower-nvidia-h200-2026-11-23.json
 
 Owns the charts. It needs only the result file, so any result can be drawn again.
 """

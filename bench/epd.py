@@ -1,9 +1,9 @@
 """Compares servers of one engine: with its own vision tower, with rows from an encoder, and its own split.
 
-    .venv-engines/bin/python bench/epd.py                     # a CPU: what the way through the service costs
-    .venv-sglang/bin/python bench/epd.py --engine sglang
-    python bench/epd.py --device cuda --size full --rounds 5  # a GPU that all servers share
-    python bench/epd.py --device cuda --size full --rounds 5 --encoder-device cuda:1
+    .venv-engines/bin/python -m bench.epd                     # a CPU: what the way through the service costs
+    .venv-sglang/bin/python -m bench.epd --engine sglang
+    python -m bench.epd --device cuda --size full --rounds 5  # a GPU that all servers share
+    python -m bench.epd --device cuda --size full --rounds 5 --encoder-device cuda:1
 
 Owns the loads and the figures: time to first token, requests a second, and time between tokens of streamed
 chat requests. ``epd_servers`` owns the servers, which stay up. In each round every case is sent to all
@@ -40,12 +40,9 @@ from PIL import Image
 from rich.console import Console
 from rich.table import Table
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from epd_servers import SERVERS, engine_arguments, serving
-from measurement import RESULTS, ResultFile, describe_environment, percentile
-
+from bench.epd_servers import SERVERS, engine_arguments, serving
 from bench.harness.engine_checkpoints import write_checkpoint
+from bench.measurement import RESULTS, ResultFile, describe_environment, percentile
 
 NUM_PICTURES, NUM_CLIPS = 8, 2
 """Number of different pictures or clips of a size. New ones are copies with another comment."""

@@ -16,10 +16,9 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bench.harness import sglang as sglang
+from bench.harness import sglang, vllm
 from bench.harness.ports import free_port
-from tests.engines import processes as vllm
-from tests.engines.processes import Process, answers
+from bench.harness.processes import Process, answers
 
 TOWER, ENCODER = "its own tower", "rows from the encoder"
 OWN_SPLIT, PROTOCOL = "its own encoder", "the encoder by its protocol"

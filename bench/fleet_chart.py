@@ -1,6 +1,6 @@
 """Draws a result of bench/fleet.py: the p99 and the failures of each event over time.
 
-python bench/fleet_chart.py bench/results/fleet-cpu-x86-64-2026-11-25.json
+python -m bench.fleet_chart bench/results/fleet-cpu-x86-64-2026-11-25.json
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from charts import DEEP, GRID, INK, WARM, NoChart, logarithmic, tidy
+from bench.charts import DEEP, GRID, INK, WARM, NoChart, logarithmic, tidy
 
 COLUMNS = 3
 

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from measurement import synchronise, time_once
+
+from bench.measurement import synchronise, time_once
 
 # The first match wins. Marks are parts of kernel names of the libraries and of this repository, in lower
 # case.

@@ -25,9 +25,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from charts import draw_beside
 from rich.console import Console
 from rich.table import Table
+
+from bench.charts import draw_beside
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
@@ -240,9 +241,9 @@ def describe_environment(
 
 
 def command_line(arguments: Sequence[str]) -> list[str]:
-    """The command line without ``--out``, which does not affect the figures."""
-    kept, skip = [], False
-    for argument in arguments:
+    """What follows ``python``, without ``--out``, which does not affect the figures."""
+    kept, skip = ["-m", f"bench.{Path(arguments[0]).stem}"], False
+    for argument in arguments[1:]:
         if not skip and argument != "--out" and not argument.startswith("--out="):
             kept.append(argument)
         skip = argument == "--out"

@@ -1,6 +1,6 @@
 """The processes of the transport and serving benches.
 
-Owns starting them as pods of tests/chaos, with one visible GPU or none, and their replies. Also owns running
+Owns starting them as pods, with one visible GPU or none, and their replies. Also owns running
 the service as users start it, with its metrics and CPU times.
 """
 
@@ -22,9 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from bench.harness.pods import ROOT, Pod, environment
+from bench.harness.pods import Pod, environment
 
 # As in the service's images (deploy/docker): freed message buffers stay mapped and are reused.
 IMAGE_MALLOC = {
@@ -52,14 +50,13 @@ def visible_gpu(index: int | None) -> str:
 
 
 class Process(Pod):
-    """A script of this folder that runs as a process; a context manager. Its standard error is this one's."""
+    """A module that runs as a process; a context manager. Its standard error is this one's."""
 
-    def __init__(self, script: str, role: str, *, gpu: int | None = None) -> None:
-        """role: the script's argument. gpu: index of the only GPU that it sees, as numbered in this process;
+    def __init__(self, module: str, role: str, *, gpu: int | None = None) -> None:
+        """role: the module's argument. gpu: index of the only GPU that it sees, as numbered in this process;
         None: no GPU."""
-        self._name = f"{script} {role}"
-        paths = os.pathsep.join([str(ROOT / "bench"), environment("")["PYTHONPATH"]])
-        super().__init__(visible_gpu(gpu), script, role, PYTHONPATH=paths, **IMAGE_MALLOC)
+        self._name = f"{module} {role}"
+        super().__init__(visible_gpu(gpu), module, role, **IMAGE_MALLOC)
 
     def __enter__(self) -> Self:
         return self

@@ -1,6 +1,6 @@
 """The reference implementation's tower as the benches run it: eager, packed, captured and compiled.
 
-Owns running the reference with FlashAttention-3, capturing it and compiling it. ``tests/parity/reference.py``
+Owns running the reference with FlashAttention-3, capturing it and compiling it. ``harness/reference.py``
 loads it.
 
 * ``ref_sdpa``: eager, with torch's attention, one call for each sequence.

@@ -1,7 +1,7 @@
 """Sends photographs by gRPC under open-loop load, and compares the service with the tower alone.
 
-    python bench/serve.py                                     # full size on cuda:0, about three minutes
-    python bench/serve.py --quick --device cpu --size tiny    # checks that the bench runs
+    python -m bench.serve                                     # full size on cuda:0, about three minutes
+    python -m bench.serve --quick --device cpu --size tiny    # checks that the bench runs
 
 Owns the run: its options, processes, order, time budgets, figures and tables. traffic.py owns what is sent;
 serve_peers.py owns sending it, and the tower alone. bench/README.md states the method.
@@ -24,14 +24,11 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from checkpoints import random_checkpoint
-from measurement import TimedRun, options_of, percentile
-from processes import IMAGE_MALLOC, Process, ProcessFailed, ServiceProcess, Snapshot
-from serve_peers import OK, STAGES
-from traffic import MAX_PIXELS, MIXES, load_of, specs_of, write_photos
-
+from bench.checkpoints import random_checkpoint
+from bench.measurement import TimedRun, options_of, percentile
+from bench.processes import IMAGE_MALLOC, Process, ProcessFailed, ServiceProcess, Snapshot
+from bench.serve_peers import OK, STAGES
+from bench.traffic import MAX_PIXELS, MIXES, load_of, specs_of, write_photos
 from encoder_service.checkpoints.synthetic import FAMILIES, SIZES
 from encoder_service.ingest.cores import usable_cores
 
@@ -174,7 +171,7 @@ class Run(TimedRun):
 
     def _process(self, role: str, *, uses_gpu: bool) -> Process:
         gpu = self.gpu if uses_gpu else None
-        return self.stack.enter_context(Process("serve_peers", role, gpu=gpu))
+        return self.stack.enter_context(Process("bench.serve_peers", role, gpu=gpu))
 
     def _make_photos(self) -> None:
         """Writes the photographs. Also starts the clients, which read them."""

@@ -18,10 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from processes import serve_commands
-from traffic import Load, Request, photos_in_turn, read_photos, with_comment
+from bench.processes import serve_commands
+from bench.traffic import Load, Request, photos_in_turn, read_photos, with_comment
 
 CONNECT_S = 60.0
 STAGES = (

@@ -1,7 +1,7 @@
 """Times the delivery of rows over every transport, each relative to its lowest possible cost, in one run.
 
-    python bench/transport.py                        # all that this machine can; two GPUs for all of it
-    python bench/transport.py --quick --device cpu   # host memory and streams alone, under half a minute
+    python -m bench.transport                        # all that this machine can; two GPUs for all of it
+    python -m bench.transport --quick --device cpu   # host memory and streams alone, under half a minute
 
 Owns the run: its options, processes, order, time budgets, records and table. transport_peers.py owns what the
 processes do. bench/README.md states the method.
@@ -19,13 +19,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from measurement import TimedRun, options_of, percentile
-from processes import IMAGE_MALLOC, START_S, Process, ProcessFailed
-from transport_peers import DeviceCopies, bytes_of, num_resident, timed
-
 from bench.harness.pods import can_isolate
+from bench.measurement import TimedRun, options_of, percentile
+from bench.processes import IMAGE_MALLOC, START_S, Process, ProcessFailed
+from bench.transport_peers import DeviceCopies, bytes_of, num_resident, timed
 
 MIB = 1 << 20
 PACKAGES = ("grpcio", "protobuf", "cuda-bindings")
@@ -170,7 +167,7 @@ class Run(TimedRun):
         return working
 
     def _process(self, role: str, gpu: int | None) -> Process:
-        return self.stack.enter_context(Process("transport_peers", role, gpu=gpu))
+        return self.stack.enter_context(Process("bench.transport_peers", role, gpu=gpu))
 
     def _has_gpus(self, path: str) -> bool:
         """Whether the machine has the GPUs that the path needs. If not, records the path as left out."""

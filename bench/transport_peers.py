@@ -21,9 +21,7 @@ from typing import Any
 import grpc
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from processes import START_S, serve_commands
+from bench.processes import START_S, serve_commands
 
 # Rows of the served checkpoint take 256 bytes. Multiples of a page fit every width.
 STEP_BYTES = 4096

@@ -22,10 +22,9 @@ import torch
 from PIL import Image
 
 from bench.harness.ports import free_port
+from bench.harness.processes import ROOT, Process, answers, data_url
 from bench.harness.waiting import PATIENCE_S, wait_until
 from encoder_service.types import Grid
-from tests.engines.pictures import data_url
-from tests.engines.processes import ROOT, Process, answers
 from vision_encoder.tokenspeed import tokenspeed_encoder_pb2 as encoder
 
 DOCUMENT = ROOT / "docs" / "tokenspeed.md"

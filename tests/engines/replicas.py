@@ -1,4 +1,4 @@
-"""Two encoders behind a real Envoy, as `tests/fleet` starts them."""
+"""Two encoders behind a real Envoy, as in `bench/harness/fleet`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from bench.harness.fleet.encoders import Encoder, EncoderProcesses
 from bench.harness.fleet.fleet import SETTINGS
 from bench.harness.fleet.gateway import NAME, Gateway
 from bench.harness.fleet.names import NameServer
+from tests.programs import program
 
 
 class Replicas:
     """The gateway, and encoders that stop and start again at the same addresses; none runs at first."""
 
     def __init__(self, checkpoint: Path, dtype: str, folder: Path) -> None:
+        program("envoy")
         network = f"127.{secrets.randbelow(200) + 20}.{secrets.randbelow(250) + 1}"
         self._addresses = f"{network}.1", f"{network}.2"
         self._running: dict[str, Encoder] = {}

@@ -13,8 +13,8 @@ from bench.harness.waiting import wait_until
 from lm_adapter.keys import content_digest
 from tests.engines.conftest import DTYPES
 from tests.engines.pictures import CASES, TEXT, picture, with_pixels
-from tests.engines.processes import Stack
 from tests.engines.replicas import Replicas
+from tests.engines.stack import Stack
 
 FAMILY = "qwen3_vl"
 pytestmark = [

@@ -12,11 +12,12 @@ from typing import Any
 import httpx
 import pytest
 
+from bench.harness.vllm import Encoder
 from bench.harness.waiting import wait_until
 from tests.engines.agreement import agree
 from tests.engines.conftest import DTYPES
 from tests.engines.pictures import CASES, TEXT, picture, with_pixels
-from tests.engines.processes import Encoder, Stack
+from tests.engines.stack import Stack
 
 FAMILY = "qwen3_vl"
 NUM_REQUESTS = 24

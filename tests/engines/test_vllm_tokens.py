@@ -17,7 +17,7 @@ from bench.harness.engine_checkpoints import MIXTURES, TOWER_PREFIXES
 from tests.engines.agreement import agree, compared
 from tests.engines.conftest import CALL, DTYPES, FAMILIES, OPTIONS, SAMPLING, TOOLS
 from tests.engines.pictures import CASES, CLIP_CASES, with_pixels
-from tests.engines.processes import Stack, chat_body
+from tests.engines.stack import Stack, chat_body
 
 pytestmark = pytest.mark.timeout(600)
 with_clips = pytest.mark.parametrize(

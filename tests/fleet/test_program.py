@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from bench.harness.fleet.encoders import ROOT, environment
 from bench.harness.fleet.images import image_file
+from bench.harness.pods import environment
+from bench.harness.processes import ROOT
 from bench.harness.waiting import wait_until
 from lm_adapter import ImageItem, VisionEncoderClient
 from tests.programs import program
@@ -33,7 +34,7 @@ def running(checkpoint: Path, log: Path) -> Iterator[subprocess.Popen[str]]:
         process = subprocess.Popen(
             [sys.executable, "-m", "bench.harness.fleet", str(checkpoint)],
             cwd=ROOT,
-            env=environment(),
+            env=environment(""),
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from bench.harness.ports import free_port
+from bench.harness.processes import answers
 from bench.harness.waiting import PATIENCE_S, wait_until
-from tests.engines.processes import answers
 from tests.integration.conftest import RunningService, running
 
 if TYPE_CHECKING:

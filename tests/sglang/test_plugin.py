@@ -48,7 +48,7 @@ from lm_adapter.items import Grid
 from lm_adapter.testing import Fault
 from tests.engines.faults import FAULTS, OTHER_MODELS, answer_to, in_place_of, new_picture, script_for
 from tests.engines.pictures import data_url
-from tests.engines.processes import TIMEOUT_S
+from tests.engines.stack import TIMEOUT_S
 from tests.sglang.conftest import both_families, running_encoder
 from tests.sglang.leaving import ONE, left_during_encode
 from tests.sglang.reference import IMAGE, Reference, prompt

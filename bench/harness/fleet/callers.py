@@ -21,7 +21,8 @@ import numpy as np
 import numpy.typing as npt
 
 from bench.harness.fleet.caller_main import FAILED, MISS, WRONG
-from bench.harness.fleet.encoders import ROOT, environment
+from bench.harness.pods import environment
+from bench.harness.processes import ROOT
 from bench.harness.waiting import wait_until
 
 STOP_S = 90.0
@@ -134,7 +135,7 @@ class Callers:
                 process = subprocess.Popen(
                     [sys.executable, "-m", "bench.harness.fleet.caller_main"],
                     cwd=ROOT,
-                    env=environment(),
+                    env=environment(""),
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=errors,

@@ -20,10 +20,9 @@ from typing import Any, Self
 
 import yaml
 
-from bench.harness.fleet.encoders import ROOT
 from bench.harness.ports import free_port
+from bench.harness.processes import ROOT, program
 from bench.harness.waiting import wait_until
-from tests.programs import program
 
 CONFIG = ROOT / "deploy" / "envoy" / "gateway.yaml"
 NAME = "vision-encoder-headless"

@@ -6,12 +6,12 @@ import json
 from typing import Any
 
 import pytest
-import serve
 import torch
-import transport
-from processes import ProcessFailed, Snapshot
-from serve_peers import COLUMNS
-from transport import MIB, Cell, check_deliveries
+
+from bench import serve, transport
+from bench.processes import ProcessFailed, Snapshot
+from bench.serve_peers import COLUMNS
+from bench.transport import MIB, Cell, check_deliveries
 
 CPU = torch.device("cpu")
 WINDOW = {"warm_s": 1.0, "duration_s": 3.0, "bound_ms": 100.0}

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import measurement
 import pytest
 import torch
-from measurement import (
+
+from bench import measurement
+from bench.measurement import (
     ResultFile,
     host_time_us,
     interleaved_samples,

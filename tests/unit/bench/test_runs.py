@@ -9,14 +9,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import charts
 import pytest
 from PIL import Image
-from tower import gains_of
-from transport_peers import bytes_of
-from variants import OURS, REFERENCES
 
+from bench import charts
 from bench.harness.pods import can_isolate
+from bench.tower import gains_of
+from bench.transport_peers import bytes_of
+from bench.variants import OURS, REFERENCES
 
 ROOT = Path(__file__).resolve().parents[3]
 RESULTS = ROOT / "bench" / "results"
@@ -30,7 +30,7 @@ ENV = {
 
 def run_bench(name: str, out: Path, *options: str) -> tuple[dict[str, Any], subprocess.CompletedProcess[str]]:
     ended = subprocess.run(
-        [sys.executable, f"bench/{name}.py", "--quick", "--device", "cpu", "--out", str(out), *options],
+        [sys.executable, "-m", f"bench.{name}", "--quick", "--device", "cpu", "--out", str(out), *options],
         cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
     (path,) = out.glob(f"{name}-*.json")
