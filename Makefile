@@ -108,7 +108,7 @@ lint: $(STAMP) proto-check ## Ruff, strict mypy, import direction, generated cod
 	$(BIN)/python -m ruff check
 	$(BIN)/python -m ruff format --check
 	$(BIN)/python -m mypy
-	PYTHONPATH=proto $(BIN)/lint-imports
+	PYTHONPATH=.:proto $(BIN)/lint-imports
 
 proto: ## Regenerate the code of encoder.proto
 	PYTHON=$(PYTHON) proto/generate.sh

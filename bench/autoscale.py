@@ -26,6 +26,7 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from itertools import repeat
+from pathlib import Path
 from typing import Any
 
 import numpy as np
