@@ -104,10 +104,11 @@ test-gpu: ## Run the GPU tests, and kernels, parity and integration on cuda:0 (P
 	    tests/gpu tests/parity tests/integration tests/unit/kernels tests/unit/towers || status=$$?; \
 	exit $$status
 
-lint: $(STAMP) proto-check ## Ruff, strict mypy, import direction, generated code up to date
+lint: $(STAMP) proto-check ## Ruff, mypy, budgets, import direction, generated code up to date
 	$(BIN)/python -m ruff check
 	$(BIN)/python -m ruff format --check
 	$(BIN)/python -m mypy
+	$(BIN)/python tests/budgets.py
 	PYTHONPATH=.:proto $(BIN)/lint-imports
 
 proto: ## Regenerate the code of encoder.proto
