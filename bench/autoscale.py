@@ -169,9 +169,13 @@ class Encoder:
         batched_ms = [held["32x448"]["sustained_ms"] / 32, held["8x1024"]["sustained_ms"] / 8]
         alone_ms = [alone["1x448"]["median_ms"], alone["1x1024"]["median_ms"]]
         limits = {name: field.default for name, field in Settings.model_fields.items()}
+        seconds = (np.reshape(one, (-1, 1, 1)) / 1e3 for one in (batched_ms, alone_ms, host_ms))
+        batched_s, alone_s, host_s = seconds
         return cls(
             np.reshape([784.0, 4096.0], (-1, 1, 1)),
-            *(np.reshape(one, (-1, 1, 1)) / 1e3 for one in (batched_ms, alone_ms, host_ms)),
+            batched_s,
+            alone_s,
+            host_s,
             calls_per_s=records[1.1]["images_per_s"],
             hit_share=serve["settings"]["repeat_share"],
             max_calls=limits["max_calls"],
@@ -333,7 +337,7 @@ def simulate(
     for now_s, rate_K in enumerate(rates):
         fleet.pass_second(now_s)
         for _ in range(round(1 / STEP_S)):
-            fleet.step(generator.poisson(rate_K * STEP_S / NUM_ARCS, (NUM_ARCS, len(rate_K))))
+            fleet.step(1.0 * generator.poisson(rate_K * STEP_S / NUM_ARCS, (NUM_ARCS, len(rate_K))))
         if now_s % SCRAPE_S == SCRAPE_S // 2:
             fleet.scrape()
         if now_s % SYNC_S == SYNC_S - 1:

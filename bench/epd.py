@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import base64
 import io
 import itertools
 import json
@@ -42,6 +41,7 @@ from rich.table import Table
 
 from bench.epd_servers import SERVERS, engine_arguments, serving
 from bench.harness.engine_checkpoints import write_checkpoint
+from bench.harness.processes import data_url
 from bench.measurement import RESULTS, ResultFile, describe_environment, percentile
 
 NUM_PICTURES, NUM_CLIPS = 8, 2
@@ -239,8 +239,7 @@ def body(number: int, files: Sequence[bytes], tokens: int, words: int = 0) -> by
     for file in files:
         kind = "image/jpeg" if file.startswith(b"\xff\xd8") else "video/mp4"
         name = f"{kind.partition('/')[0]}_url"
-        url = f"data:{kind};base64," + base64.b64encode(file).decode()
-        parts.append({"type": name, name: {"url": url}})
+        parts.append({"type": name, name: {"url": data_url(file, kind)}})
     request = {
         "model": "model",
         "messages": [{"role": "user", "content": parts}],

@@ -20,8 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.charts import NoChart
-from bench.fleet_chart import draw
+from bench.charts import draw_beside
 from bench.harness.fleet import events
 from bench.harness.fleet.events import BODY_SIZES, EVENTS, Event
 from bench.harness.fleet.fleet import Fleet
@@ -111,10 +110,7 @@ def main() -> None:
     result["complete"] = True
     file.write()
     print(file.path)
-    try:
-        print(f"chart: {draw(result, file.path.with_suffix('.png'))}")
-    except NoChart as error:
-        print(f"no chart: {error}")
+    print(draw_beside("fleet", result, file.path))
 
 
 def run_all(

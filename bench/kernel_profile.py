@@ -39,7 +39,7 @@ def profile_runs(run: Callable[[], object], device: torch.device, *, repeats: in
             synchronise(device)
     sums: dict[str, tuple[float, float]] = {}
     for kernel in profiler.key_averages():
-        if kernel.device_type == torch.autograd.DeviceType.CUDA:
+        if kernel.device_type.name == "CUDA":
             name = group_of(kernel.key)
             calls, spent_us = sums.get(name, (0.0, 0.0))
             sums[name] = calls + kernel.count / repeats, spent_us + kernel.self_device_time_total / repeats

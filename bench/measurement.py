@@ -163,7 +163,7 @@ def power_summary(text: str) -> dict[str, Any]:
             samples.append((float(power_w), float(clock_mhz), capped == "Active"))
         except ValueError:
             continue
-    means = [statistics.fmean(column) for column in zip(*samples, strict=True)] or [None] * 3
+    means: list[Any] = [statistics.fmean(column) for column in zip(*samples, strict=True)] or [None] * 3
     return dict(zip(("power_w", "sm_clock_mhz", "power_limited_share"), means, strict=True)) | {
         "num_samples": len(samples)
     }

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from bench.harness.pods import Pod, environment
+from bench.harness.pods import ANSWER_S, Pod, environment
 
 # As in the service's images (deploy/docker): freed message buffers stay mapped and are reused.
 IMAGE_MALLOC = {
@@ -31,7 +31,6 @@ IMAGE_MALLOC = {
     "MALLOC_TOP_PAD_": "268435456",
 }
 START_S = 60.0
-REPLY_S = 30.0
 STOP_S = 30.0
 SCRAPE_S = 5.0
 CLOCK_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
@@ -71,7 +70,7 @@ class Process(Pod):
         except OSError as error:
             raise ProcessFailed(f"{self._name} has ended") from error
 
-    def reply(self, timeout_s: float = REPLY_S) -> dict[str, Any]:
+    def answer(self, timeout_s: float = ANSWER_S) -> dict[str, Any]:
         """The reply to the last command. Raises ProcessFailed. A process that does not reply in time is
         killed, because its late reply would be mistaken for the reply to another command."""
         try:
@@ -82,11 +81,6 @@ class Process(Pod):
         if "error" in reply:
             raise ProcessFailed(f"{self._name}: {reply['error']}")
         return reply
-
-    def ask(self, do: str, *, timeout_s: float = REPLY_S, **command: object) -> dict[str, Any]:
-        """Sends a command and returns its reply. Raises ProcessFailed."""
-        self.send(do, **command)
-        return self.reply(timeout_s)
 
 
 def serve_commands(handlers: Mapping[str, Callable[..., dict[str, Any] | None]]) -> None:

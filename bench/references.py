@@ -102,7 +102,7 @@ def operator_of(kernel: VarlenKernel, name: str) -> VarlenKernel:
         f"bench::{name}", contiguous_rows, mutates_args=(), schema=OPERATOR_SCHEMA
     )
     operator.register_fake(lambda q, *_others: q.new_empty(q.shape))
-    return operator  # type: ignore[no-any-return]
+    return operator
 
 
 def eager(

@@ -136,7 +136,7 @@ class Run(TimedRun):
         self.max_pixels = int(MAX_PIXELS * arguments.scale**2)
         settings = {"seed": self.seed, "max_pixels": self.max_pixels, "malloc": IMAGE_MALLOC}
         settings |= {"repeat_share": REPEAT_SHARE, "zipf": ZIPF}
-        parts = {"photos": {}, "tower": {}, "service": {}, "summary": []}
+        parts: dict[str, Any] = {"photos": {}, "tower": {}, "service": {}, "summary": []}
         super().__init__("serve", arguments, settings=settings, parts=parts, packages=PACKAGES)
         self.stack = ExitStack()
         self.clients: list[Process] = []
@@ -193,7 +193,7 @@ class Run(TimedRun):
                 client.send("photos", mix=mix, folder=str(folder))
         for _ in arguments.mixes:
             for client in self.clients:
-                client.reply(START_LIMIT_S)
+                client.answer(START_LIMIT_S)
 
     def _settings(self, checkpoint: Path) -> dict[str, Any]:
         """Settings of the service and of the tower alone. Every process sees at most one GPU."""
@@ -236,7 +236,7 @@ class Run(TimedRun):
         )
         for client in self.clients:
             client.send("connect", target=service.target, transport=arguments.transport)
-        reasons = [client.reply(START_LIMIT_S)["reason"] for client in self.clients]
+        reasons = [client.answer(START_LIMIT_S)["reason"] for client in self.clients]
         self.result["service"] = {"start_s": service.start_s, "transport": reasons[0]}
         return service
 
@@ -272,7 +272,7 @@ class Run(TimedRun):
         for at_s in (warm_s, duration_s):
             time.sleep(max(0.0, start_s + at_s - time.monotonic()))
             snapshots.append(service.snapshot())
-        answers = [client.reply(duration_s + GRACE_S + TIMEOUT_S) for client in self.clients]
+        answers = [client.answer(duration_s + GRACE_S + TIMEOUT_S) for client in self.clients]
         figures = client_figures(
             requests_of(answers), warm_s=warm_s, duration_s=duration_s, bound_ms=arguments.bound_ms
         )

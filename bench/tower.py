@@ -190,7 +190,7 @@ class Run(TimedRun):
                 for variant, run in case.runs.items()
             ]
         if arguments.profile and "graph" in case.runs:
-            place = {"family": family.name, "case": name, "variant": "graph"}
+            place: dict[str, Any] = {"family": family.name, "case": name, "variant": "graph"}
             try:
                 profile = profile_runs(case.runs["graph"], self.device)
             except (RuntimeError, ValueError) as error:  # the machine does not permit tracing

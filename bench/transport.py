@@ -136,12 +136,12 @@ class Run(TimedRun):
         if any(TRANSPORTS[path] == "inline" for path in paths):
             self.raw = self._process("raw", None)
             self.raw.send("start", folder=str(self.folder))
-            self.raw_addresses = self.raw.reply(START_S)
+            self.raw_addresses = self.raw.answer(START_S)
         addresses: dict[str, dict[str, Any]] = {}
         failed: dict[str, ProcessFailed] = {}
         for kind, encoder in self.encoders.items():
             try:
-                addresses[kind] = encoder.reply(START_S)
+                addresses[kind] = encoder.answer(START_S)
             except ProcessFailed as error:
                 failed[kind] = error
         working = []

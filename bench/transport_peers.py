@@ -109,7 +109,7 @@ class RawStreams:
 
     def __init__(self, target: str) -> None:
         self._channel = grpc.insecure_channel(target, options=RAW_OPTIONS)
-        self._start = self._channel.unary_stream(STREAM)
+        self._start: Any = self._channel.unary_stream(STREAM)
 
     def call(self, num_bytes: int, count: int) -> Callable[[], object]:
         indices = itertools.cycle(range(count))
@@ -156,7 +156,7 @@ class RawServer:
                 yield chunk
 
         _, service, method = STREAM.split("/")
-        handlers = {method: grpc.unary_stream_rpc_method_handler(stream)}
+        handlers: dict[str, Any] = {method: grpc.unary_stream_rpc_method_handler(stream)}
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
         uds = f"unix:{folder}/raw.sock"
         server.add_insecure_port(uds)
@@ -259,7 +259,8 @@ class Encoder:
         tower, store = self._service.pipeline.model.tower, self._service.pipeline.store
         rows = torch.from_numpy(data).view(tower.dtype).view(-1, tower.width)
         grid = Grid(1, tower.merge_size * len(rows), tower.merge_size)
-        item = EncodedItem(key, hashlib.sha256(data).digest(), grid, rows, tower.num_deepstack_levels)
+        digest = hashlib.sha256(data.tobytes()).digest()
+        item = EncodedItem(key, digest, grid, rows, tower.num_deepstack_levels)
         reservation = store.reserve("", item)
         if reservation is None:
             raise MemoryError(f"the arena has no room for {data.nbytes} bytes more")

@@ -76,9 +76,9 @@ class Pod:
         assert "error" not in found, found
         return found
 
-    def ask(self, do: str, **command: object) -> dict[str, Any]:
+    def ask(self, do: str, *, timeout_s: float = ANSWER_S, **command: object) -> dict[str, Any]:
         self.send(do, **command)
-        return self.answer()
+        return self.answer(timeout_s)
 
     @property
     def pid(self) -> int:

@@ -75,15 +75,15 @@ class Recorder:
         if method.endswith("/Encode"):
             self._keep(encoder.EncodeRequest.FromString(request))
         try:
-            answer: bytes = self._channel.unary_unary(method)(request, timeout=PATIENCE_S)
+            call: grpc.UnaryUnaryMultiCallable[bytes, bytes] = self._channel.unary_unary(method)
+            return call(request, timeout=PATIENCE_S)
         except grpc.RpcError as error:
-            context.abort(error.code(), error.details())
+            context.abort(error.code(), error.details() or "")
             raise
-        return answer
 
     def _keep(self, request: encoder.EncodeRequest) -> None:
         (item,), (room,) = request.mm_inputs.items, (each.bootstrap_room for each in request.items)
-        tensor, via = item.encoder_input, item.encoder_input.WhichOneof("payload")
+        tensor, via = item.encoder_input, item.encoder_input.WhichOneof("payload") or ""
         data = tensor.inline
         if via == "shm":
             with (SHM / tensor.shm.name.lstrip("/")).open("rb") as file:

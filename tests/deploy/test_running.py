@@ -273,22 +273,3 @@ def test_secrets_have_the_names_that_a_release_mounts() -> None:
             names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
             services = {f"{service}.tenant.svc" for service in ("other", "other-local", "other-gateway")}
             assert services <= set(names.get_values_for_type(x509.DNSName))
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        (),
-        ("tls",),
-        ("tokens", "n"),
-        ("tokens", "n", "a=b"),
-        ("tls", "N!"),
-        ("certs", "n"),
-        ("--name", "A.b", "tls", "n"),
-    ],
-)
-def test_the_script_refuses_malformed_arguments(arguments: tuple[str, ...]) -> None:
-    ended = make_secrets(*arguments)
-    assert ended.returncode == 2
-    assert ended.stderr
-    assert not ended.stdout

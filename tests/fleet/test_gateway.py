@@ -127,17 +127,6 @@ def test_a_request_has_to_arrive_in_time_but_its_answer_may_take_longer(fleet: F
     assert entries[2]["duration_ms"] < HELD_S * 1e3
 
 
-def test_a_reader_of_the_access_log_leaves_out_earlier_calls(fleet: Fleet) -> None:
-    """Envoy may write their entries later."""
-    gateway = fleet.gateways[0]
-    headers = {**GRPC_HEADERS, ":path": SERVER_INFO_PATH}
-    with RawCaller(gateway.port) as caller:
-        caller.wait_end(caller.send({**headers, "x-request-id": "earlier"}, EMPTY_MESSAGE))
-        log = gateway.access_log()
-        caller.wait_end(caller.send({**headers, "x-request-id": "later"}, EMPTY_MESSAGE))
-    assert [one["request_id"] for one in entries_of(log, 1)] == ["later"]
-
-
 def test_the_access_log_has_the_encoders_request_id(fleet: Fleet) -> None:
     """The caller's, where it gave one, also of failed calls. No header makes an entry long."""
     gateway = fleet.gateways[0]
