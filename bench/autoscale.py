@@ -337,7 +337,8 @@ def simulate(
     for now_s, rate_K in enumerate(rates):
         fleet.pass_second(now_s)
         for _ in range(round(1 / STEP_S)):
-            fleet.step(1.0 * generator.poisson(rate_K * STEP_S / NUM_ARCS, (NUM_ARCS, len(rate_K))))
+            arrived_AK = generator.poisson(rate_K * STEP_S / NUM_ARCS, (NUM_ARCS, len(rate_K)))
+            fleet.step(arrived_AK.astype(np.float64))
         if now_s % SCRAPE_S == SCRAPE_S // 2:
             fleet.scrape()
         if now_s % SYNC_S == SYNC_S - 1:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -68,7 +69,8 @@ def noise() -> bytes:
 
 def is_serving(channel: grpc.Channel) -> bool:
     request = health_pb2.HealthCheckRequest(service=SERVICE)
-    answer = health_pb2_grpc.HealthStub(channel).Check(request, timeout=5)
+    stub: Any = health_pb2_grpc.HealthStub(channel)
+    answer = stub.Check(request, timeout=5)
     return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import pytest
 import yaml
@@ -148,7 +150,7 @@ def test_p50_a_memory_limit_below_what_the_settings_admit_is_refused(memory: str
 
 
 def test_p50_decoding_threads_follow_the_pods_cores() -> None:
-    def threads(resources: Object, settings: Object = MappingProxyType({})) -> str:
+    def threads(resources: Object, settings: Mapping[str, Any] = MappingProxyType({})) -> str:
         return environment_of(render({"resources": resources, "settings": dict(settings)}))[
             "VE_INGEST_THREADS"
         ]

@@ -181,10 +181,10 @@ def test_the_gateways_pod_answers_its_probe_and_is_drained_by_prestop(tmp_path: 
         found, metrics = fetch(operations, endpoint["path"])
         assert found == 200
         exported = set(re.findall(r"(?m)^# TYPE (\S+) ", metrics))
-        for path in (DASHBOARD, DOCUMENT):
-            shown = {name.removesuffix("_bucket") for name in re.findall(r"\benvoy_\w+", path.read_text())}
+        for reader in (DASHBOARD, DOCUMENT):
+            shown = {name.removesuffix("_bucket") for name in re.findall(r"\benvoy_\w+", reader.read_text())}
             assert shown
-            assert not shown - exported, path
+            assert not shown - exported, reader
         # Nothing else of the admin port can be reached from outside.
         for path in ("/", "/quitquitquit", "/config_dump", "/healthcheck/fail", "/ready/../quitquitquit"):
             assert status(operations, path) == status(operations, path, method="POST") == 404

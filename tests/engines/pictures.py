@@ -57,7 +57,7 @@ def clip(
 
 def with_damaged_end(data: bytes) -> bytes:
     """The clip whose last frame, which is taken of every clip, begins with a wrong length."""
-    with av.open(io.BytesIO(data)) as file:
+    with av.open(io.BytesIO(data), "r") as file:
         *_, place = (packet.pos for packet in file.demux(video=0) if packet.size)
     assert place is not None
     return data[:place] + b"\xff" * 4 + data[place + 4 :]

@@ -48,7 +48,7 @@ def spread(
     folder = tmp_path_factory.mktemp("spread")
     arguments = SPREAD[request.param]
     checkpoint, dtype = checkpoints[family], DTYPES[family]
-    settings = {"timeout_s": TIMEOUT_S, "max_resident_bytes": RESIDENT_BYTES}
+    settings: dict[str, Any] = {"timeout_s": TIMEOUT_S, "max_resident_bytes": RESIDENT_BYTES}
     encoder.stop()
     with Stack(encoder, checkpoint, dtype, folder, arguments=arguments, **settings) as running:
         yield running

@@ -169,7 +169,7 @@ def test_functions_are_called_as_with_the_tower(
 ) -> None:
     """By vLLM's own parser, whole and streamed. Where the model may choose, it calls none, and answers as
     without tools."""
-    fields = {**CALL, "ignore_eos": False}
+    fields: dict[str, Any] = {**CALL, "ignore_eos": False}
     first, second = (with_pixels(case, image_sets[0]) for case in CASES[:2])
     whole = stack.chat(first, **fields)
     assert whole.status_code == 200, whole.text

@@ -17,7 +17,7 @@ from encoder_service.checkpoints.synthetic import make_checkpoint
 from encoder_service.ingest.decode import DecodeLimits
 from encoder_service.ingest.registry import load_preprocessor
 from encoder_service.towers.registry import load_tower
-from encoder_service.types import PreprocessOptions
+from encoder_service.types import FrameItem, PreprocessOptions
 from lm_adapter import CacheTier, EncodedRows, ImageItem, VisionEncoderClient
 from tests.integration.conftest import FAMILIES, running
 from tests.unit.store.integrity import check_store
@@ -93,6 +93,7 @@ def test_rows_of_the_service_equal_the_float32_tower_and_the_reference(checkpoin
         assert cached.tier is CacheTier.HOST
         assert cached.raw().tobytes() == batched.raw().tobytes()
         item, _, _ = preprocessor.load_image(one, PreprocessOptions())
+        assert isinstance(item, FrameItem)
         pixels = preprocessor.patchify(item.frames_THWC.to(CUDA))
         inputs = exact.prepare([item.grid]).to(CUDA).with_pixels(pixels)
         with torch.inference_mode():

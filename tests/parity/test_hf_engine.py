@@ -190,13 +190,14 @@ def test_p22_wrong_items_are_refused_before_anything_runs(
     for bad, error in wrong:
         with pytest.raises(error):
             pair.remote.prefill([ids, ids], [[item], [bad]])
-    for prompts, items in [
+    refused: list[tuple[Any, Any]] = [
         ([], []),
         ([ids], []),
         ([[]], [[]]),
         ([[1, 99_999]], [[]]),
         ([ids], [[item, item]]),
-    ]:
+    ]
+    for prompts, items in refused:
         with pytest.raises(InvalidRequest):
             pair.remote.prefill(prompts, items)
     with pytest.raises(InvalidRequest, match="got 1 and 0"):

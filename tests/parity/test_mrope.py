@@ -62,7 +62,8 @@ def prompts(draw: st.DrawFn) -> Prompt:
     items: list[PromptItem] = []
     grids: list[Grid] = []
     modalities: list[Modality] = []
-    for kind, content in draw(st.lists(parts, min_size=1, max_size=6)):
+    drawn: list[tuple[str, Any]] = draw(st.lists(parts, min_size=1, max_size=6))
+    for kind, content in drawn:
         if kind == "text":
             ids += content
             continue

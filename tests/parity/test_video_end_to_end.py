@@ -52,7 +52,7 @@ class Served:
         """[R, D * (1 + L)] by the full model's own tower."""
         parts = pixels.split([grid.num_patches for grid in grids])
         items = [
-            self.full.item(Picture(tuple(grid), part, Modality.VIDEO))
+            self.full.item(Picture((grid.t, grid.h, grid.w), part, Modality.VIDEO))
             for grid, part in zip(grids, parts, strict=True)
         ]
         return torch.cat([item.rows for item in items])
@@ -170,7 +170,7 @@ def test_p07_p11_a_file_gives_the_references_rows_and_prompt(
     parts = pixels.split([grid.num_patches for grid in pieces])
     of_pieces = rows.torch().split(rows.num_rows // len(pieces))
     for grid, part, part_rows in zip(pieces, parts, of_pieces, strict=True):
-        pictures.append(Picture(tuple(grid), part, Modality.VIDEO))
+        pictures.append(Picture((grid.t, grid.h, grid.w), part, Modality.VIDEO))
         items.append(RemoteItem(grid, part_rows, Modality.VIDEO, rows.num_deepstack_levels))
     prompt = [full.image_id if is_kimi and token == full.video_id else token for token in ids]
     for chunk_size in (None, 7):
