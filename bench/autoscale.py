@@ -377,8 +377,8 @@ def records_of(traffic: str, fleet: Fleet) -> list[dict[str, Any]]:
     }
     return [
         {"traffic": traffic, "policy": asdict(policy)}
-        | {name: round(float(values[place]), 4) for name, values in figures.items()}
-        for place, policy in enumerate(fleet.policies)
+        | {name: round(float(values[index]), 4) for name, values in figures.items()}
+        for index, policy in enumerate(fleet.policies)
     ]
 
 
@@ -417,9 +417,9 @@ def main() -> None:
         "work_gpus": np.round(work_gpus, 2).tolist(),
         "starts": {
             f"{one.start_s:g}": {
-                name: values[: DAY_S // 60, place].round(1).tolist() for name, values in runs[0][1].items()
+                name: values[: DAY_S // 60, index].round(1).tolist() for name, values in runs[0][1].items()
             }
-            for place, one in enumerate(policies["mixed"])
+            for index, one in enumerate(policies["mixed"])
             if one in starts
         },
         "records": [

@@ -128,11 +128,11 @@ def tower_times(
     width = 0.86 / len(variants)
     upright = {"ha": "center", "va": "bottom", "fontsize": 7, "color": INK, "rotation": 90}
     for number, variant in enumerate(variants):
-        for place, case in enumerate(cases):
+        for index, case in enumerate(cases):
             ratio = ratios.get((case, variant))
             if ratio is None:
                 continue
-            x = place - 0.43 + (number + 0.5) * width
+            x = index - 0.43 + (number + 0.5) * width
             axes.bar(x, min(ratio, top), width * 0.92, color=VARIANT_STYLES[variant][1])
             if ratio > top:
                 axes.text(x, top * 1.01, f"{ratio:.3g}", **upright)
@@ -274,13 +274,13 @@ def draw_engines(figure: Any, result: dict[str, Any]) -> str:
         own = {row["case"]: row[name][0] for row in rows if row["server"] == "its own tower"}
         for number, server in enumerate(servers):
             found = {row["case"]: row[name] for row in rows if row["server"] == server and name in row}
-            places = [cases.index(case) + (number + 0.5) * height - 0.4 for case in found]
+            heights = [cases.index(case) + (number + 0.5) * height - 0.4 for case in found]
             ratios = [values[0] / own[case] for case, values in found.items()]
             ends = [
                 [abs(values[end] - values[0]) / own[case] for case, values in found.items()] for end in (1, 2)
             ]
             bars = axes.barh(
-                places,
+                heights,
                 ratios,
                 height * 0.9,
                 xerr=ends,

@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from bench.processes import ServiceProcess
+from bench.harness.children import ServiceProcess
 from encoder_service.checkpoints.synthetic import make_checkpoint
 from lm_adapter import EncodedRows, ImageItem, PrefetchStatus, VisionEncoderClient
 from lm_adapter.engines.hf import RemoteItem, import_transformers, load_language_model

@@ -25,8 +25,8 @@ from typing import Any
 import torch
 
 from bench.checkpoints import random_checkpoint
+from bench.harness.children import IMAGE_MALLOC, Child, ProcessFailed, ServiceProcess, Snapshot
 from bench.measurement import TimedRun, options_of, percentile
-from bench.processes import IMAGE_MALLOC, Process, ProcessFailed, ServiceProcess, Snapshot
 from bench.serve_peers import OK, STAGES
 from bench.traffic import MAX_PIXELS, MIXES, load_of, specs_of, write_photos
 from encoder_service.checkpoints.synthetic import FAMILIES, SIZES
@@ -139,7 +139,7 @@ class Run(TimedRun):
         parts: dict[str, Any] = {"photos": {}, "tower": {}, "service": {}, "summary": []}
         super().__init__("serve", arguments, settings=settings, parts=parts, packages=PACKAGES)
         self.stack = ExitStack()
-        self.clients: list[Process] = []
+        self.clients: list[Child] = []
 
     def main(self) -> None:
         """Raises ProcessFailed if the tower or the service does not start."""
@@ -169,9 +169,9 @@ class Run(TimedRun):
 
     # -- processes -------------------------------------------------------------------------------------
 
-    def _process(self, role: str, *, uses_gpu: bool) -> Process:
+    def _process(self, role: str, *, uses_gpu: bool) -> Child:
         gpu = self.gpu if uses_gpu else None
-        return self.stack.enter_context(Process("bench.serve_peers", role, gpu=gpu))
+        return self.stack.enter_context(Child("bench.serve_peers", role, gpu=gpu))
 
     def _make_photos(self) -> None:
         """Writes the photographs. Also starts the clients, which read them."""

@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from bench.harness.children import IMAGE_MALLOC, START_S, Child, ProcessFailed
 from bench.harness.pods import can_isolate
 from bench.measurement import TimedRun, options_of, percentile
-from bench.processes import IMAGE_MALLOC, START_S, Process, ProcessFailed
 from bench.transport_peers import DeviceCopies, bytes_of, num_resident, timed
 
 MIB = 1 << 20
@@ -92,9 +92,9 @@ class Run(TimedRun):
         self.sizes = [bytes_of(size) for size in arguments.sizes_mib]
         self.resident_bytes = int(arguments.resident_mib * MIB)
         self.stack = ExitStack()
-        self.encoders: dict[str, Process] = {}
-        self.clients: dict[str, Process] = {}
-        self.raw: Process | None = None
+        self.encoders: dict[str, Child] = {}
+        self.clients: dict[str, Child] = {}
+        self.raw: Child | None = None
         self.raw_addresses: dict[str, str] = {}
         # The sizes that each encoder holds, and the size that the raw server holds.
         self.filled: set[tuple[str, int]] = set()
@@ -166,8 +166,8 @@ class Run(TimedRun):
         self.file.write()
         return working
 
-    def _process(self, role: str, gpu: int | None) -> Process:
-        return self.stack.enter_context(Process("bench.transport_peers", role, gpu=gpu))
+    def _process(self, role: str, gpu: int | None) -> Child:
+        return self.stack.enter_context(Child("bench.transport_peers", role, gpu=gpu))
 
     def _has_gpus(self, path: str) -> bool:
         """Whether the machine has the GPUs that the path needs. If not, records the path as left out."""
@@ -243,10 +243,10 @@ class Run(TimedRun):
         return copies
 
     def _copies(self, source: int, target: int, num_bytes: int) -> DeviceCopies:
-        place = (source, target, num_bytes)
-        if self.copies is None or self.copies[0] != place:
+        route = (source, target, num_bytes)
+        if self.copies is None or self.copies[0] != route:
             self.copies = None  # frees the previous size's rows first
-            self.copies = place, DeviceCopies(source, target, num_bytes, self.resident_bytes)
+            self.copies = route, DeviceCopies(source, target, num_bytes, self.resident_bytes)
         return self.copies[1]
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import grpc
 import numpy as np
 
-from bench.processes import START_S, serve_commands
+from bench.harness.children import START_S, serve_commands
 
 # Rows of the served checkpoint take 256 bytes. Multiples of a page fit every width.
 STEP_BYTES = 4096
@@ -190,18 +190,18 @@ class Encoder:
         from encoder_service.config import parse_settings
         from encoder_service.ops.logs import configure_logs
 
-        place = Path(folder)
-        make_checkpoint(place / "model", "qwen3_5", "tiny", 0)
+        root = Path(folder)
+        make_checkpoint(root / "model", "qwen3_5", "tiny", 0)
         self._kind = kind
         configure_logs("text", "warning")
         settings = parse_settings(
-            model=place / "model",
+            model=root / "model",
             device="cuda:0" if kind == "device" else "cpu",
             dtype="float32",
             tower="plain",
-            listen=(f"unix:{place}/grpc.sock", f"{address}:0"),
+            listen=(f"unix:{root}/grpc.sock", f"{address}:0"),
             admin_listen="",
-            broker_path=f"{place}/broker.sock",
+            broker_path=f"{root}/broker.sock",
             torch_threads=1,
             drain_grace_s=1,
             **arenas_for(kind, num_bytes),

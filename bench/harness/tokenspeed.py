@@ -258,13 +258,13 @@ class Gateway:
                 "--port 30000": f"--port {self.url.rpartition(':')[2]}",
             },
         )
-        place = command.index("--encode")
+        index = command.index("--encode")
         urls = [
             word
             for recorder, each in zip(self.recorders, self.encoders, strict=True)
             for word in ("--encode", f"grpc://127.0.0.1:{recorder.port}", str(each.bootstrap_port))
         ]
-        command[place : place + 3] = urls
+        command[index : index + 3] = urls
         self._process = Process(
             [
                 *(*command[1:], "--host", "127.0.0.1", "--prometheus-port", str(free_port())),

@@ -60,8 +60,8 @@ class Encoder(Restartable):
         if with_broker and self._device == "cpu":
             command += ["--arena-bytes", str(64 << 20)]
         if not with_broker:
-            place = command.index("--broker-path")
-            del command[place : place + 2]
+            index = command.index("--broker-path")
+            del command[index : index + 2]
         self.run(
             [
                 *("-m", "encoder_service", *command[1:], "--device", self._device, "--dtype", self._dtype),
@@ -141,8 +141,8 @@ def serve_arguments(
         return ["serve", str(checkpoint), "--port", str(port), *tiny]
     replaced = {"MODEL": str(checkpoint), "8000": str(port), "127.0.0.1:50051": str(extra_config["target"])}
     command = documented("vllm serve", replaced)
-    place = command.index("--ec-transfer-config") + 1
-    transfer = json.loads(command[place])
+    index = command.index("--ec-transfer-config") + 1
+    transfer = json.loads(command[index])
     transfer["ec_connector_extra_config"] |= extra_config
-    command[place] = json.dumps(transfer)
+    command[index] = json.dumps(transfer)
     return [*command[1:], *tiny]

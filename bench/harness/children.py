@@ -1,7 +1,7 @@
-"""The processes of the transport and serving benches.
+"""Child processes of the transport and serving benches.
 
-Owns starting them as pods, with one visible GPU or none, and their replies. Also owns running
-the service as users start it, with its metrics and CPU times.
+Owns modules that run as pods with one visible GPU or none and take commands, and the service as users start
+it, with its metrics and CPU times.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def visible_gpu(index: int | None) -> str:
     return visible.split(",")[index] if visible else str(index)
 
 
-class Process(Pod):
+class Child(Pod):
     """A module that runs as a process; a context manager. Its standard error is this one's."""
 
     def __init__(self, module: str, role: str, *, gpu: int | None = None) -> None:
