@@ -18,10 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from processes import serve_commands
-from traffic import Load, Request, photos_in_turn, read_photos, with_comment
+from bench.harness.children import serve_commands
+from bench.traffic import Load, Request, photos_in_turn, read_photos, with_comment
 
 CONNECT_S = 60.0
 STAGES = (
@@ -143,8 +141,8 @@ class Client:
             return failed(request, error.reason, lag_ms, (loop.time() - due_s) * 1e3)
         latency_ms = (loop.time() - due_s) * 1e3
         stages = [round(getattr(rows.timings, stage), 4) for stage in STAGES]
-        place = [rows.tier.value, rows.grid_thw.num_patches, rows.num_bytes]
-        return [request.at_s, lag_ms, latency_ms, OK, *place, *stages]
+        delivery = [rows.tier.value, rows.grid_thw.num_patches, rows.num_bytes]
+        return [request.at_s, lag_ms, latency_ms, OK, *delivery, *stages]
 
 
 async def until(due_s: float) -> None:

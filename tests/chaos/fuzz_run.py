@@ -25,6 +25,7 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import grpc
 import numpy as np
@@ -107,7 +108,7 @@ class Fuzz:
             grpc.insecure_channel(self._service.target) as channel,
             ThreadPoolExecutor(NUM_CALLERS) as callers,
         ):
-            self._channel = channel
+            self._channel: Any = channel
             self._many(callers, range(warm))
             wait_until_free(self._service)
             before = self._figures()

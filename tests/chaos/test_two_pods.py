@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.chaos.pods import figure
+from bench.harness.pods import figure
 from tests.chaos.reader_pod import ReaderPod
 from tests.chaos.two_pods import MIB, Setup, Site, Storm, TwoPods, check_late_readers, running_site
 from tests.integration.conftest import running

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 
+from bench.harness.waiting import PATIENCE_S
 from tests.integration.conftest import RunningService
-from tests.waiting import PATIENCE_S
 
 
 def held(service: RunningService) -> Mapping[str, int]:

@@ -19,13 +19,13 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from safetensors import safe_open
 from typer.testing import CliRunner, Result
 
+from bench.harness.waiting import wait_until
 from encoder_service.cli import app
 from encoder_service.ingest.identity import content_digest
 from encoder_service.types import EncodedFile, Item, Modality
 from lm_adapter import ClipItem, ImageItem, VisionEncoderClient
 from tests.integration.images import photo
 from tests.unit.ingest import clip_files
-from tests.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 ENV = {

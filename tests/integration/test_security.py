@@ -19,6 +19,8 @@ import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
+from bench.harness.ports import free_port
+from bench.harness.waiting import wait_until
 from encoder_service.ops import reloaded
 from lm_adapter import (
     CallFailed,
@@ -33,9 +35,7 @@ from lm_adapter import (
 from tests.certificates import Authority
 from tests.integration.conftest import RunningService, running, tokens_file
 from tests.integration.images import photo
-from tests.ports import free_port
 from tests.unit.transport.broker_rig import RawClient, hello, socket_folder
-from tests.waiting import wait_until
 from vision_encoder.v1 import encoder_pb2 as pb
 from vision_encoder.v1 import encoder_pb2_grpc
 

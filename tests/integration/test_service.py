@@ -15,6 +15,7 @@ import pytest
 import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from bench.harness.waiting import wait_until
 from encoder_service.engine.device import DeviceEngine
 from encoder_service.errors import ConfigurationError, StartupError
 from encoder_service.types import EncodedItem, Item
@@ -29,7 +30,6 @@ from lm_adapter import (
 )
 from tests.integration.conftest import FAMILIES, RunningService, connected, running
 from tests.integration.images import photo
-from tests.waiting import wait_until
 from vision_encoder.v1 import encoder_pb2 as pb
 
 

@@ -25,6 +25,7 @@ import torch
 import zmq
 from PIL import Image
 
+from bench.harness.waiting import PATIENCE_S, wait_until
 from encoder_service.config import parse_settings
 from encoder_service.ops.metrics import Metrics
 from encoder_service.protocols.base import Backend
@@ -36,7 +37,6 @@ from tests.integration.conftest import RunningService, running
 from tests.integration.held import wait_until_free
 from tests.integration.images import photo
 from tests.sglang.frames import message_of
-from tests.waiting import PATIENCE_S, wait_until
 
 pytestmark = pytest.mark.without_device
 

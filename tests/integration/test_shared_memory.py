@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 import torch
 
+from bench.harness.waiting import wait_until
 from lm_adapter import (
     EncoderError,
     ImageItem,
@@ -31,7 +32,6 @@ from tests.integration.conftest import RunningService, connected, running, token
 from tests.integration.held import wait_until_free
 from tests.integration.images import photo
 from tests.reference_reader import reader_of
-from tests.waiting import wait_until
 from vision_encoder.v1 import encoder_pb2 as pb
 
 

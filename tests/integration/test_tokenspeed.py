@@ -18,6 +18,8 @@ import pytest
 import torch
 import zmq
 
+from bench.harness.ports import free_port
+from bench.harness.waiting import PATIENCE_S, wait_until
 from encoder_service.errors import ConfigurationError
 from encoder_service.ingest import pixel_segments
 from encoder_service.towers import load_tower
@@ -37,9 +39,7 @@ from tests.integration.tokenspeed import (
     random_pixels,
 )
 from tests.parity.tower_cases import run_tower
-from tests.ports import free_port
 from tests.unit.protocols.mooncake_engine import fake_mooncake
-from tests.waiting import PATIENCE_S, wait_until
 from vision_encoder.tokenspeed import common_pb2 as common
 from vision_encoder.tokenspeed import tokenspeed_scheduler_pb2 as scheduler
 

@@ -15,12 +15,12 @@ from pathlib import Path
 import httpx
 import pytest
 
+from bench.harness.ports import free_port
+from bench.harness.waiting import wait_until
 from lm_adapter import ClientTls, EncoderError, ImageItem, VisionEncoderClient
 from tests.certificates import Authority
 from tests.integration.images import photo
 from tests.integration.test_process import ENV
-from tests.ports import free_port
-from tests.waiting import wait_until
 
 pytestmark = pytest.mark.without_device
 

@@ -16,14 +16,14 @@ import torch
 import typer
 from smg.launch_router import parse_router_args
 
+from bench.harness.tokenspeed import SHM, Gateway, PrefillWorker, ReceivingEngine, blocks, jpeg
+from bench.harness.waiting import PATIENCE_S, wait_until
 from encoder_service import cli
 from encoder_service.config import parse_settings
 from encoder_service.towers import Tower, load_tower
 from tests.engines.pictures import clip
 from tests.integration.tokenspeed import FAILED, SUCCESS, Rank, encode, image, new_room, random_pixels
 from tests.tokenspeed.conftest import DTYPES, FAMILIES, WAYS
-from tests.tokenspeed.processes import SHM, Gateway, PrefillWorker, ReceivingEngine, blocks, jpeg
-from tests.waiting import PATIENCE_S, wait_until
 
 NUM_REQUESTS = 64
 

@@ -23,12 +23,13 @@ class Rig:
         self.counters = EngineCounters()
         engine: Any = SimpleNamespace(counters=self.counters)
         admission = Admission(1000, 1 << 20)
-        self.pipeline: Any = SimpleNamespace(
+        pipeline: Any = SimpleNamespace(
             admission=admission,
             unread=UnreadBytes(1 << 20),
             load=DeviceLoad(admission, self.counters),
         )
-        self.saturation = Saturation(self.metrics, self.pipeline, engine, clock=lambda: self.now_s)
+        self.pipeline = pipeline
+        self.saturation = Saturation(self.metrics, pipeline, engine, clock=lambda: self.now_s)
 
     def second(self) -> None:
         self.now_s += 1.0

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import structlog
@@ -116,7 +117,7 @@ async def test_an_answer_that_nobody_reads_ends_its_connection(monkeypatch: pyte
     monkeypatch.setattr(http_server, "REQUEST_S", 0.25)
     async with serving(4) as server:
         _, writer = await connected(server)
-        writer.transport.pause_reading()
+        writer.transport.pause_reading()  # type: ignore[attr-defined]
         writer.write(WHOLE % b"readyz")
         await until(lambda: len(server._connections._waiting) == 1)
         await until(lambda: not server._connections._all)
@@ -242,7 +243,7 @@ def probe(address: str, tls: ssl.SSLContext | None = None) -> float:
     """Seconds until a fresh connection has its answer."""
     begun_s = time.monotonic()
     kind = http.client.HTTPConnection if tls is None else http.client.HTTPSConnection
-    given = {} if tls is None else {"context": tls}
+    given: dict[str, Any] = {} if tls is None else {"context": tls}
     with contextlib.closing(kind(address, timeout=PROMPT_S, **given)) as connection:  # type: ignore[arg-type]
         connection.request("GET", "/healthz")
         response = connection.getresponse()

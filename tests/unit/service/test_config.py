@@ -19,8 +19,7 @@ def test_arguments_win_over_the_environment_over_defaults(monkeypatch: pytest.Mo
     assert settings.dtype is None
 
 
-def test_settings_are_fewer_than_sixty_and_documented() -> None:
-    assert len(Settings.model_fields) <= 62
+def test_settings_are_documented() -> None:
     assert all(field.description for field in Settings.model_fields.values())
 
 

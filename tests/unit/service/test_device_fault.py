@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from bench.harness.waiting import PATIENCE_S
 from encoder_service.app import Service
 from encoder_service.config import parse_settings
 from encoder_service.pipeline import ServedModel
 from tests.fakes import FakePreprocessor, FakeTower
 from tests.unit.service.rig import memory_store
 from tests.unit.store.arenas import expected, land
-from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.anyio
 

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 import pytest
 import torch
 
+from bench.harness.waiting import wait_until
 from encoder_service.errors import (
     DeadlineExceeded,
     DeviceFault,
@@ -41,7 +42,6 @@ from encoder_service.types import (
 )
 from tests.fakes import fake_image
 from tests.unit.service.rig import Rig, image, running, until
-from tests.waiting import wait_until
 
 pytestmark = pytest.mark.anyio
 
