@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 if TYPE_CHECKING:
-    from encoder_service.app import Service
+    from encoder_service.serve import Service
     from lm_adapter import ClientTls, ClipItem, EncodedRows, EncoderError, ImageItem, VisionEncoderClient
 
 __all__ = ["announce", "app", "main"]
@@ -119,10 +119,10 @@ def serve(
 ) -> None:
     """Serves one checkpoint until SIGTERM. Every setting can also come from the environment as VE_NAME."""
     options = dict(locals())  # named as the settings are; None: not given
-    from encoder_service.app import serve as run
     from encoder_service.config import parse_settings
     from encoder_service.errors import StartupError
     from encoder_service.ops.logs import configure_logs, never_wait
+    from encoder_service.serve import serve as run
 
     try:
         settings = parse_settings(**options)
@@ -137,14 +137,13 @@ def serve(
 
 def announce(service: Service) -> None:
     """The one line on standard output that says the service takes work. Without a reader it is lost."""
-    info = service.info()
-    assert info is not None
-    model = info.models[0]
-    admin = f" (admin http://{service.admin_address})" if service.admin_address else ""
+    assert service.info is not None
+    model = service.info.models[0]
+    admin = f" (admin http://{service.addresses['admin']})" if "admin" in service.addresses else ""
     with contextlib.suppress(OSError):  # a closed pipe or a full disk does not end the service
         print(
             f"ready: {model.name} ({model.family}) on {service.settings.device} "
-            f"at {' '.join(service.addresses)}{admin}",
+            f"at {' '.join(service.listen)}{admin}",
             flush=True,
         )
 

@@ -67,9 +67,11 @@ class Readiness(Protocol):
     def is_alive(self) -> bool:
         """False once the process should be restarted."""
 
-    def not_ready_because(self) -> str | None:
+    @property
+    def not_ready(self) -> str | None:
         """The reason why the service accepts no work now; None when it does."""
 
+    @property
     def info(self) -> pb.GetServerInfoResponse | None:
         """The answer of GetServerInfo, or None before the model is loaded."""
 
@@ -97,7 +99,7 @@ def probes(readiness: Readiness, metrics: Metrics, playground_max_bytes: int) ->
 
     @router.get("/readyz")
     async def readyz(response: Response) -> dict[str, str]:
-        reason = readiness.not_ready_because()
+        reason = readiness.not_ready
         response.status_code = 200 if reason is None else 503
         return {"status": "ready"} if reason is None else {"status": "not ready", "reason": reason}
 
@@ -107,10 +109,10 @@ def probes(readiness: Readiness, metrics: Metrics, playground_max_bytes: int) ->
 
     @router.get("/v1/info")
     async def info(response: Response) -> dict[str, Any]:
-        message = readiness.info()
+        message = readiness.info
         if message is None:
             response.status_code = 503
-            return {"status": "not ready", "reason": readiness.not_ready_because()}
+            return {"status": "not ready", "reason": readiness.not_ready}
         return info_dict(message) | {"playground_max_bytes": playground_max_bytes}
 
     return router

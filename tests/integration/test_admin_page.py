@@ -38,7 +38,7 @@ def page(served: RunningService) -> Iterator[Page]:
 
 
 def address(served: RunningService) -> str:
-    return f"http://{served.service.admin_address}/"
+    return f"http://{served.service.addresses['admin']}/"
 
 
 def text(page: Page, selector: str) -> str:

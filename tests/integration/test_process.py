@@ -192,24 +192,24 @@ def test_what_cannot_be_written_says_so_in_one_line(shared: ServiceProcess, tmp_
 # A service whose load or whose forwards take a minute, told on standard output once they run.
 SLOW_LOAD = """
 import time
-import encoder_service.app as app
+import encoder_service.serve
 def load_model(settings):
     print("loading", flush=True)
     time.sleep(60)
-app.load_model = load_model
+encoder_service.serve.load_model = load_model
 """
 SLOW_FORWARD = """
 import time
-import encoder_service.app as app
+from encoder_service.engine.device import DeviceEngine
 def slow(engine, jobs):
     print("running", flush=True)
     time.sleep(60)
-app.DeviceEngine._launch = slow
+DeviceEngine._launch = slow
 """
 # A decoder that does not come back from its C library.
 HUNG_DECODER = """
 import ctypes
-import encoder_service.app as app
+import encoder_service.serve
 from encoder_service.ingest.preprocessor import Preprocessor
 from encoder_service.ingest.video.clip import Clip
 def hang(*_):
@@ -273,7 +273,7 @@ def test_p37_work_is_taken_while_gateways_notice_the_end(
     """After SIGTERM the health check says NOT_SERVING at once; a gateway that has not asked yet loses
     nothing. More time than by default, which a busy machine may take for the calls."""
     leave_s = 5.0
-    code = f"import encoder_service.app\nencoder_service.app.LEAVE_S = {leave_s}"
+    code = f"import encoder_service.serve\nencoder_service.serve.LEAVE_S = {leave_s}"
     with slow_service(code, checkpoints["qwen3_vl"], device) as process:
         assert process.stdout is not None
         target = process.stdout.readline().split(" at ")[1].strip()
@@ -302,7 +302,7 @@ def test_p37_a_decoder_that_hangs_does_not_hold_up_the_end(
         ImageItem(photo()),
         ClipItem(clip_files.encode(clip_files.moving(8), fps=8)),
     ]
-    code = HUNG_DECODER + ("app.Service.stop = None\n" if fails_too else "")
+    code = HUNG_DECODER + ("encoder_service.serve.Service.stop = None\n" if fails_too else "")
     with slow_service(
         code, checkpoints["qwen3_vl"], device, "--drain-grace-s", "1", ingest_threads=2
     ) as process:

@@ -70,7 +70,7 @@ class Served:
 
     def __init__(self, service: RunningService) -> None:
         self.service = service
-        self.http = httpx.Client(base_url=f"http://{service.service.sglang_address}", timeout=PATIENCE_S)
+        self.http = httpx.Client(base_url=f"http://{service.service.addresses['sglang']}", timeout=PATIENCE_S)
 
     def encode(self, items: list[Any], port: int | None, **fields: Any) -> httpx.Response:
         body = {
@@ -90,9 +90,9 @@ class Served:
 
     @property
     def server(self) -> SglangServer:
-        (door,) = self.service.service._doors
-        assert isinstance(door.server, SglangServer)
-        return door.server
+        server = self.service.service.protocols["sglang"].server
+        assert isinstance(server, SglangServer)
+        return server
 
     def is_free(self) -> bool:
         """Whether the protocol holds no request, no bytes and no receivers."""
@@ -428,7 +428,7 @@ def test_p69_connections_over_the_bound_displace_those_without_a_request(
     checkpoints: dict[str, Path], device: torch.device, receiver: Receiver
 ) -> None:
     with serving(checkpoints["qwen3_vl"], device, max_connections=2) as served:
-        host, _, port = served.service.service.sglang_address.rpartition(":")
+        host, _, port = served.service.service.addresses["sglang"].rpartition(":")
         with socket.create_connection((host, int(port)), PATIENCE_S) as idle:
             with socket.create_connection((host, int(port)), PATIENCE_S):
                 assert served.encode([data_url(photo())], receiver.port).status_code == 200
@@ -665,7 +665,7 @@ def test_an_id_with_lone_surrogates_and_pages_of_browsers_are_refused_with_words
 def test_a_taken_port_fails_the_start(
     checkpoints: dict[str, Path], device: torch.device, served: Served
 ) -> None:
-    address = served.service.service.sglang_address
+    address = served.service.service.addresses["sglang"]
     with (
         pytest.raises(ConfigurationError, match=address),
         running(checkpoints["qwen3_vl"], device, serve_sglang=address),

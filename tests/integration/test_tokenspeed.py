@@ -107,7 +107,7 @@ class Served:
 
     def __init__(self, service: RunningService, channel: grpc.Channel) -> None:
         self.service = service
-        self.bootstrap = f"http://{service.service.tokenspeed_bootstrap}/route"
+        self.bootstrap = f"http://{service.service.addresses['tokenspeed_bootstrap']}/route"
         self.channel = channel
 
     def encode(self, item: scheduler.MultimodalItem, room: int) -> None:
@@ -135,7 +135,7 @@ class Served:
         return sum(float(found.rpartition(" ")[2]) for found in text.splitlines() if found.startswith(line))
 
     def is_free(self) -> bool:
-        server = self.service.service._tokenspeed
+        server = self.service.service.protocols["tokenspeed"].server
         assert server is not None
         assert server._mooncake is not None
         figures = (len(server._rooms), server._rooms.unread.num_bytes, server._admission.num_bytes)
@@ -151,7 +151,7 @@ def serving(model: Path, device: torch.device, **settings: object) -> Iterator[S
     }
     with (
         running(model, device, **given) as service,
-        grpc.insecure_channel(service.service.tokenspeed_address) as channel,
+        grpc.insecure_channel(service.service.addresses["tokenspeed"]) as channel,
     ):
         yield Served(service, channel)
 
@@ -216,7 +216,7 @@ def test_probes(served: Served, checkpoints: dict[str, Path], monkeypatch: pytes
         return found.healthy, found.message
 
     assert health() == (True, "")
-    monkeypatch.setattr(served.service.service, "_not_ready", "draining")
+    monkeypatch.setattr(served.service.service, "not_ready", "draining")
     assert health() == (False, "draining")
     model = served.probe("GetModelInfo", scheduler.GetModelInfoRequest, scheduler.GetModelInfoResponse)
     assert model.model_type == "qwen3_vl"
@@ -533,7 +533,7 @@ def test_p46_a_network_of_the_list_may_receive(
 def test_a_room_whose_rank_never_comes_ends_and_gives_its_rows_back(served: Served) -> None:
     room = new_room()
     served.encode(image(random_pixels()), room)
-    server = served.service.service._tokenspeed
+    server = served.service.service.protocols["tokenspeed"].server
     assert server is not None
     assert server._rooms.unread.num_bytes == NUM_ROWS * 192 * 4
     wait_until(served.is_free)
@@ -546,7 +546,7 @@ def test_a_room_whose_rank_never_comes_ends_and_gives_its_rows_back(served: Serv
 def test_p46_rows_that_nobody_fetches_refuse_further_items_of_gateways_alone(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server, rooms = served.service.service._tokenspeed, [new_room(), new_room()]
+    server, rooms = served.service.service.protocols["tokenspeed"].server, [new_room(), new_room()]
     assert server is not None
     monkeypatch.setattr(server._rooms.unread, "max_bytes", 1)
     monkeypatch.setattr(server._rooms.unread._shares, "limit", 1)
@@ -709,7 +709,7 @@ def test_p46_what_is_registered_for_rdma_is_a_send_buffer(
         serving(checkpoints["qwen3_vl"], device, tokenspeed_rdma="mlx5_0") as served,
         Rank(served.bootstrap) as rank,
     ):
-        server, store = served.service.service._tokenspeed, served.service.service.store
+        server, store = served.service.service.protocols["tokenspeed"].server, served.service.service.store
         assert server is not None
         assert server._mooncake is not None
         assert store is not None

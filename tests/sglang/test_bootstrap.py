@@ -68,11 +68,11 @@ def test_an_encoder_that_was_dropped_for_good_is_listed_again(
     address = f"127.0.0.1:{free_port()}"
     url = f"http://{address}"
     with registered(checkpoints["qwen3_vl"], address, url, 0.5) as (service, bootstrap, listed):
-        service.service._not_ready = "a reason of this test"  # /health answers 503
+        service.service.not_ready = "a reason of this test"  # /health answers 503
         wait_until(lambda: bootstrap._evicted_urls, "the eviction")
         wait_until(lambda: not bootstrap._evicted_urls, "the end of the probes")
         assert listed == []
-        service.service._not_ready = None
+        service.service.not_ready = None
         monkeypatch.setattr("encoder_service.protocols.sglang.server.REGISTER_AGAIN_S", 0.0)
         wait_until(lambda: listed == [url], "the registration after the drop")
 
@@ -87,12 +87,12 @@ def test_an_encoder_that_does_not_register_comes_back_only_while_it_is_probed(
     with registered(model, address, url, evicted_ttl_s, registers=False) as (service, bootstrap, listed):
         assert answers(f"{url}/health")
         assert listed == [url]
-        service.service._not_ready = "a reason of this test"  # /health answers 503
+        service.service.not_ready = "a reason of this test"  # /health answers 503
         wait_until(lambda: bootstrap._evicted_urls, "the eviction")
         assert listed == []
         if not comes_back:
             wait_until(lambda: not bootstrap._evicted_urls, "the end of the probes")
-        service.service._not_ready = None
+        service.service.not_ready = None
         assert answers(f"{url}/health")
         if comes_back:
             wait_until(lambda: listed == [url], "the probe that succeeds")

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.anyio
 
 
 def web(scheme: str = "http", token: str = "") -> httpx.AsyncClient:
-    readiness: Any = SimpleNamespace(is_alive=lambda: True, not_ready_because=lambda: None, info=lambda: None)
+    readiness: Any = SimpleNamespace(is_alive=lambda: True, not_ready=None, info=None)
     guard = AdminGuard(create_admin_app(readiness, Metrics()), token, "plane.example")
     return httpx.AsyncClient(transport=httpx.ASGITransport(guard), base_url=f"{scheme}://127.0.0.1:8080")
 

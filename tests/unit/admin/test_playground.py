@@ -81,7 +81,7 @@ async def test_the_third_at_a_time_is_turned_away(rig: Rig, playground: Playgrou
 
 
 def web(playground: Playground | None = None) -> httpx.AsyncClient:
-    readiness: Any = SimpleNamespace(is_alive=lambda: True, not_ready_because=lambda: None)
+    readiness: Any = SimpleNamespace(is_alive=lambda: True, not_ready=None)
     max_bytes = 0 if playground is None else playground.max_bytes
     app = RequestLimits(
         create_admin_app(readiness, Metrics(), playground), HttpLimits(16, max_bytes, 4 * max_bytes)
