@@ -34,8 +34,9 @@ from starlette.routing import Route
 
 from encoder_service import errors
 from encoder_service.config import Settings
-from encoder_service.errors import InvalidDigest, InvalidRequest, UnsupportedContent, VisionEncoderError
+from encoder_service.errors import InvalidDigest, InvalidRequest, UnsupportedContent
 from encoder_service.ops.http_server import read_body
+from encoder_service.ops.http_status import http_status
 from encoder_service.ops.logs import REQUEST_ID_KEY, bind_request, request_id_of
 from encoder_service.ops.metrics import Metrics
 from encoder_service.ops.shares import Holder
@@ -82,16 +83,6 @@ REGISTER_AGAIN_S = 600.0
 # Also at the stop, while work is still taken.
 BOOTSTRAP_TIMEOUT_S = 2.0
 STOP_POLL_S = 0.05
-STATUSES: dict[type[VisionEncoderError], int] = {
-    errors.InvalidInput: 400,
-    errors.BodyTooLarge: 413,
-    errors.PermissionDenied: 403,
-    errors.Overloaded: 503,
-    errors.Unavailable: 503,
-    errors.DeviceFault: 503,
-    errors.TransportUnavailable: 504,
-    errors.DeadlineExceeded: 504,
-}
 
 
 class Body(BaseModel):
@@ -329,10 +320,9 @@ class SglangServer:
                 error = as_service_error(found)
                 status = status_of(error).name
                 call.failed(self._metrics, failure_of(error), status)
-                code = next((STATUSES[kind] for kind in type(error).__mro__ if kind in STATUSES), 500)
                 content = {"status": "error", "message": error.message, "req_id": call.request_id or None}
                 # ASCII: a request's id may hold lone surrogates.
-                return Response(json.dumps(content), code, media_type="application/json")
+                return Response(json.dumps(content), http_status(error), media_type="application/json")
             finally:
                 self._metrics.count(self._metrics.requests, method, status)
 

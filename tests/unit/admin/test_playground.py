@@ -98,7 +98,7 @@ async def test_errors_carry_their_reason_and_leave_nothing_behind(rig: Rig, play
             (fake_image(4, 4), UPLOAD, 200, None),
             (b"no image", UPLOAD, 400, "UNDECODABLE_IMAGE"),
             (bytes(5000), UPLOAD, 413, "BODY_TOO_LARGE"),
-            (fake_image(32, 32), UPLOAD, 413, "IMAGE_TOO_LARGE"),  # 1024 patches, as of every item
+            (fake_image(32, 32), UPLOAD, 400, "IMAGE_TOO_LARGE"),  # 1024 patches, as of every item
             # What a form of any page elsewhere could send.
             (fake_image(4, 4), {"content-type": "text/plain"}, 400, "INVALID_INPUT"),
             (fake_image(4, 4), {"content-type": "multipart/form-data"}, 400, "INVALID_INPUT"),
@@ -133,7 +133,7 @@ async def test_a_full_service_answers_with_a_retry_time(rig: Rig, playground: Pl
     async with web(playground) as client:
         answer = await client.post("/v1/playground", content=fake_image(4, 4), headers=UPLOAD)
     permit.release()
-    assert (answer.status_code, answer.json()["reason"]) == (429, "QUEUE_FULL")
+    assert (answer.status_code, answer.json()["reason"]) == (503, "QUEUE_FULL")
     assert int(answer.headers["retry-after"]) >= 1
 
 
