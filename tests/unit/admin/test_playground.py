@@ -108,6 +108,11 @@ async def test_errors_carry_their_reason_and_leave_nothing_behind(rig: Rig, play
     assert (rig.pipeline.admission.num_bytes, rig.pipeline.admission.num_patches) == (0, 0)
 
 
+async def test_it_is_off_unless_it_is_asked_for() -> None:
+    async with web() as client:
+        assert (await client.post("/v1/playground", content=b"", headers=UPLOAD)).status_code == 404
+
+
 async def test_a_body_without_a_length_is_not_read_beyond_the_limit(
     playground: Playground, monkeypatch: pytest.MonkeyPatch
 ) -> None:
