@@ -81,22 +81,20 @@ class ServiceProcess:
 FEW_GRAPHS = ("--bucket-sizes", "256,1024")
 
 
-def start(checkpoint: Path, device: torch.device) -> ServiceProcess:
-    return ServiceProcess(
-        "--model", checkpoint, "--device", device, "--dtype", "float32",
-        "--listen", "127.0.0.1:0", "--admin-listen", "127.0.0.1:0",
-    )  # fmt: skip
-
-
 @pytest.fixture
 def process(checkpoints: dict[str, Path], device: torch.device) -> Iterator[ServiceProcess]:
     """A service of the test's own, to be killed."""
-    found = start(checkpoints["qwen3_vl"], device)
-    yield found
-    found.end(signal.SIGKILL)
+    started = ServiceProcess(
+        "--model", checkpoints["qwen3_vl"], "--device", device, "--dtype", "float32",
+        "--listen", "127.0.0.1:0", "--admin-listen", "127.0.0.1:0",
+    )  # fmt: skip
+    yield started
+    started.end(signal.SIGKILL)
 
 
-def test_one_ready_line_then_info_and_health_then_sigterm_ends_with_zero(process: ServiceProcess) -> None:
+def test_one_ready_line_then_info_and_health_then_sigterm_ends_with_zero(
+    process: ServiceProcess, device: torch.device
+) -> None:
     assert re.fullmatch(
         r"ready: qwen3_vl \(qwen3_vl\) on \S+ at 127\.0\.0\.1:\d+ \(admin http://127\.0\.0\.1:\d+\)\n",
         process.ready_line,
@@ -107,6 +105,8 @@ def test_one_ready_line_then_info_and_health_then_sigterm_ends_with_zero(process
     assert shown.exit_code == 0
     for text in ("qwen3_vl", "float32", "deepstack", "max_items_per_request", "inline"):
         assert text in shown.stdout
+    for library in ("fa4", "fa3", "varlen", "quack") if device.type == "cpu" else ():  # needs of a GPU
+        assert f"{library}: ConfigurationError: needs a CUDA device" in " ".join(shown.stdout.split())
     assert client_command("health", "--server", process.target).stdout == "SERVING\n"
     assert process.end(signal.SIGTERM) == 0
     gone = client_command("health", "--server", process.target, "--timeout-s", "1")
@@ -146,7 +146,7 @@ def test_p38_what_cannot_start_says_so_in_one_line(arguments: tuple[str, ...], t
     assert text in ended.stderr
 
 
-# A service whose load or whose forwards take a minute, told on standard output once they run.
+# A service whose load or whose forwards take a minute. A line on standard output says that they run.
 SLOW_LOAD = """
 import time
 import encoder_service.serve
