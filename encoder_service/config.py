@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, ValidationError, model_validator
-from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from encoder_service.errors import ConfigurationError
@@ -406,7 +405,7 @@ def parse_settings(**given: object) -> Settings:
         raise ConfigurationError(f"invalid settings: {problems}") from None
 
 
-def problem_text(problem: ErrorDetails) -> str:
+def problem_text(problem: Mapping[str, Any]) -> str:
     """One error of pydantic with the setting's names, and with its value unless the message has it or the
     value is secret."""
     path, message = problem["loc"], problem["msg"].removeprefix("Value error, ")

@@ -86,7 +86,7 @@ async def test_a_page_of_another_origin_changes_nothing(
 @pytest.mark.parametrize("offered", ["Basic \xe9", "Basic w6k=", "Basic /w==", "Bearer \xe9", "Basic", ""])
 async def test_a_token_in_no_known_form_is_none(offered: str) -> None:
     async with web(token="secret") as client:
-        headers = {"authorization": offered.encode("latin-1")}
+        headers = {b"authorization": offered.encode("latin-1")}
         assert (await client.get("/metrics", headers=headers)).status_code == 401
 
 

@@ -173,6 +173,6 @@ def test_the_components_are_fitted_to_a_bounded_number_of_rows(monkeypatch: pyte
         seen.append(matrix.shape)
         return plain(matrix)
 
-    monkeypatch.setattr(module.np.linalg, "eigh", watched)
+    monkeypatch.setattr(np.linalg, "eigh", watched)
     assert rows_as_colours(torch.randn(5000, 16)).shape == (5000, 3)
     assert seen[0][0] <= module.MAX_FITTED_ROWS

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -23,11 +23,12 @@ class Rig:
         self.counters = EngineCounters()
         engine: Any = SimpleNamespace(counters=self.counters)
         admission = Admission(1000, 1 << 20)
-        self.pipeline: Any = SimpleNamespace(
-            admission=admission,
-            unread=UnreadBytes(1 << 20),
-            load=DeviceLoad(admission, self.counters),
-        )
+        parts = {
+            "admission": admission,
+            "unread": UnreadBytes(1 << 20),
+            "load": DeviceLoad(admission, self.counters),
+        }
+        self.pipeline: Any = cast("Any", SimpleNamespace(**parts))
         self.saturation = Saturation(self.metrics, self.pipeline, engine, clock=lambda: self.now_s)
 
     def second(self) -> None:
