@@ -165,10 +165,10 @@ class TowerAlone:
     def load(self, settings: dict[str, Any]) -> dict[str, Any]:
         import torch
 
-        from encoder_service.app import capture_graphs, load_model, warm_up_grids
         from encoder_service.config import parse_settings
         from encoder_service.engine.launch import TowerLauncher
         from encoder_service.ops.logs import configure_logs
+        from encoder_service.startup import capture_graphs, load_model, warm_up_grids
 
         configure_logs("text", "warning")
         self._settings = parse_settings(**settings)

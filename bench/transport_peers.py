@@ -214,7 +214,7 @@ class Encoder:
             raise self._error
         from encoder_service.rpc.convert import CHUNK_BYTES
 
-        uds, tcp = self._service.addresses
+        uds, tcp = self._service.listen
         return {"uds": uds, "tcp": tcp, "chunk_bytes": CHUNK_BYTES}
 
     def fill(self, num_bytes: int, resident_bytes: int) -> None:
@@ -237,7 +237,7 @@ class Encoder:
             self._thread.join(10)
 
     async def _main(self, settings: Any) -> None:
-        from encoder_service.app import Service
+        from encoder_service.serve import Service
 
         self._loop = asyncio.get_running_loop()
         self._service = Service(settings)

@@ -199,7 +199,7 @@ class Fuzz:
         report.complaints += [
             f"{name} is {number} without a caller" for name, number in held(self._service).items() if number
         ]
-        engine = self._service.service._engine
+        engine = self._service.service.engine
         if engine is None or engine.fault is not None:
             report.complaints.append("the engine has a fault")
 

@@ -45,7 +45,7 @@ def test_p21_late_readers(checkpoint: Path) -> None:
         check_late_readers(
             "host",
             lambda do, **command: getattr(reader, do)(**command),
-            partial(figure, f"http://{service.service.admin_address}"),
+            partial(figure, f"http://{service.service.addresses['admin']}"),
             Storm(8, 0.2, 1, side=320, factor=4),
         )
         reader.close()

@@ -12,9 +12,9 @@ import pytest
 import yaml
 
 import encoder_service
-from encoder_service.app import ENGINE_STOP_S, LAST_SPANS_S, LEAVE_S
 from encoder_service.ops.tokens import NamespaceTokens
 from encoder_service.rpc.server import SERVICE
+from encoder_service.serve import ENGINE_STOP_S, LAST_SPANS_S, LEAVE_S
 from tests.deploy.chart import (
     CASES,
     CHART,

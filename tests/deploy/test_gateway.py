@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from encoder_service.app import LEAVE_S
+from encoder_service.serve import LEAVE_S
 from tests.certificates import Authority
 from tests.deploy.chart import (
     CASES,

@@ -76,7 +76,7 @@ def test_rows_of_the_service_equal_the_float32_tower_and_the_reference(checkpoin
             client.encode_one(ImageItem(one, digest=bytes([index]) * 32)) for index, one in enumerate(data)
         ]
         again = client.encode([ImageItem(one) for one in data])
-        engine = service.service._engine
+        engine = service.service.engine
         assert engine is not None
         assert engine.graphs is not None
         assert engine.graphs.ready

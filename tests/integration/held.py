@@ -19,7 +19,7 @@ def held(service: RunningService) -> Mapping[str, int]:
         return {
             "admitted bytes": found.pipeline.admission.num_bytes,
             "admitted patches": found.pipeline.admission.num_patches,
-            "bytes of calls": found.requests.num_bytes,
+            "bytes of calls": found.message_bytes.num_bytes,
             "unread bytes": found.pipeline.unread.num_bytes,
             "encodes": len(found.pipeline.inflight),
             "late bytes": found.gate.arrivals.num_bytes,

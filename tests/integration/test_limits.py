@@ -234,7 +234,7 @@ def test_p15_cancelled_and_late_callers_leave_nothing_behind(
                 for future in futures:
                     future.result(60)
         wait_until_free(found)
-        engine = found.service._engine
+        engine = found.service.engine
         assert engine is not None
         assert engine.fault is None
         assert not found.service.metrics.registry.get_sample_value(

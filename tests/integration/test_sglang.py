@@ -121,7 +121,7 @@ def serving(model: Path, device: torch.device, **settings: object) -> Iterator[S
         with (
             running(model, device, serve_sglang="127.0.0.1:0", **settings) as service,
             httpx.Client(
-                base_url=f"http://{service.service.sglang_address}", timeout=PATIENCE_S
+                base_url=f"http://{service.service.addresses['sglang']}", timeout=PATIENCE_S
             ) as http_client,
         ):
             yield Served(service, servers[0], http_client)

@@ -157,7 +157,7 @@ def test_p37_draining_waits_for_the_readers_of_announced_rows(
             place = event.result.place
             with reader_of(arena) as reader:
                 found.on_loop(found.service.request_stop)
-                wait_until(lambda: found.service.not_ready_because() == "draining")
+                wait_until(lambda: found.service.not_ready == "draining")
                 time.sleep(0.3)
                 assert reader.is_current(place.slot_index, place.generation)
                 row = pb.TouchedRows(key=event.result.key, generation=place.generation)

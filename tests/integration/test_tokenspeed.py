@@ -51,7 +51,7 @@ class Served:
 
     def __init__(self, service: RunningService, channel: grpc.Channel) -> None:
         self.service = service
-        self.bootstrap = f"http://{service.service.tokenspeed_bootstrap}/route"
+        self.bootstrap = f"http://{service.service.addresses['tokenspeed_bootstrap']}/route"
         self.channel = channel
 
     def encode(self, item: scheduler.MultimodalItem, room: int) -> None:
@@ -86,7 +86,7 @@ def serving(model: Path, device: torch.device, **settings: object) -> Iterator[S
     fields = {"serve_tokenspeed": "127.0.0.1:0", "tokenspeed_bootstrap_port": 0} | settings
     with (
         running(model, device, **fields) as service,
-        grpc.insecure_channel(service.service.tokenspeed_address) as channel,
+        grpc.insecure_channel(service.service.addresses["tokenspeed"]) as channel,
     ):
         yield Served(service, channel)
 

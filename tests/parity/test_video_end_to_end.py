@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from bench.harness.reference import import_reference
-from encoder_service import app
+from encoder_service import startup
 from encoder_service.checkpoints.synthetic import FAMILIES, make_checkpoint
 from encoder_service.rpc import convert
 from lm_adapter import ClipItem, FramesItem, ImageItem, PreprocessOptions, VisionEncoderClient
@@ -83,7 +83,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     checkpoint = tmp_path_factory.mktemp("clips") / family
     make_checkpoint(checkpoint, family, "tiny", seed=random.randrange(1000), with_lm=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(app, "CLIP_PIECE_PATCHES", 64)
+        patch.setattr(startup, "CLIP_PIECE_PATCHES", 64)
         patch.setattr(convert, "CHUNK_BYTES", 4096)
         with running(checkpoint, torch.device("cpu")) as service:
             yield Served(family, checkpoint, service)

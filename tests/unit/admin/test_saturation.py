@@ -55,13 +55,6 @@ def test_saturation_is_the_largest_of_its_shares() -> None:
     assert read("ve_saturation_ratio") == pytest.approx(0.9)  # of the admitted patches; 0.45 s are queued
 
 
-def test_p17_samples_are_bounded() -> None:
-    rig = Rig()
-    for _ in range(1000):
-        rig.second()
-    assert len(rig.saturation._busy) <= 12
-
-
 def test_buckets_are_counted_by_size() -> None:
     replays = {Bucket(64, 4, 64): 5, Bucket(64, 8, 16): 2}
     assert runs_by_size(replays, {Bucket(16, 2, 16): 1}) == {"16": 1, "64": 7}
