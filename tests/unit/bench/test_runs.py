@@ -41,7 +41,7 @@ def test_a_quick_run_on_a_cpu_is_complete(name: str, tmp_path: Path) -> None:
     if name == "tower":
         assert result["checks"][0]["relative_error"] < 1e-5
     if name == "serve":
-        assert not result["records"][0]["failures"]
+        assert result["records"][0]["images_per_s"] > 0
 
 
 @pytest.mark.parametrize("bench", charts.DRAWERS)
