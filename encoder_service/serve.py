@@ -114,8 +114,8 @@ class Service:
 
     listen: gRPC addresses as bound. addresses: host:port of the other open ports, by name: ``admin``,
     ``sglang``, ``tokenspeed`` (for its gateways), ``tokenspeed_bootstrap`` (for its prefill workers).
-    message_bytes: counts the messages of calls in progress. not_ready: the reason why no work is accepted, or
-    None. info: the answer of GetServerInfo. Parts that ``start`` creates are None before.
+    message_bytes: counts the messages of calls in progress, of every protocol. not_ready: the reason why no
+    work is accepted, or None. info: the answer of GetServerInfo. Parts that ``start`` creates are None before.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -155,13 +155,13 @@ class Service:
             return self.not_ready
 
         if settings.serve_sglang:
-            sglang = SglangServer(settings, self.metrics, not_ready_because)
+            sglang = SglangServer(settings, self.metrics, not_ready_because, self.message_bytes)
             self.protocols["sglang"] = ForeignServer(sglang, settings.serve_sglang)
         if settings.serve_tokenspeed:
             # Imported here: a process that has another version of its messages can still import this file.
             from encoder_service.protocols.tokenspeed.server import TokenSpeedServer
 
-            self._tokenspeed = TokenSpeedServer(settings, self.metrics, not_ready_because)
+            self._tokenspeed = TokenSpeedServer(settings, self.metrics, not_ready_because, self.message_bytes)
             host = settings.serve_tokenspeed.rpartition(":")[0]
             bootstrap = f"{host}:{settings.tokenspeed_bootstrap_port}"
             self.protocols["tokenspeed"] = ForeignServer(self._tokenspeed, bootstrap)

@@ -31,6 +31,7 @@ from encoder_service.ops.metrics import Metrics
 from encoder_service.protocols.base import Backend
 from encoder_service.protocols.sglang.server import SglangServer
 from encoder_service.protocols.zmq_push import Sender
+from encoder_service.scheduler.admission import Admission
 from lm_adapter import CacheTier, ClipItem, EncodedRows, ImageItem, VisionEncoderClient
 from tests.engines.pictures import clip, data_url
 from tests.integration.conftest import RunningService, running
@@ -99,7 +100,9 @@ class Served(NamedTuple):
     def is_free(self) -> bool:
         """Whether the protocol holds no request, no bytes and no receivers."""
         server = self.server
-        return not (server.permits.num_calls or server.request_bytes.num_bytes or len(server.awaited))
+        return not (
+            server.permits.num_calls or self.service.service.message_bytes.num_bytes or len(server.awaited)
+        )
 
     def metric(self, line: str) -> float:
         """The value of a metric with its labels."""
@@ -384,7 +387,7 @@ def test_rows_that_have_not_left_hold_the_queue(bounded: Served, receiver: Recei
     """A request that others leave no room may come again; one that has too many rows itself may not."""
     picture = plain_picture()
     with encoding(bounded, [picture], receiver, "held"):
-        wait_until(lambda: bounded.server.request_bytes.num_bytes > QUEUED_BYTES // 2, "the rows")
+        wait_until(lambda: bounded.service.service.message_bytes.num_bytes > QUEUED_BYTES // 2, "the rows")
         assert f"of {QUEUED_BYTES}" in message(bounded.encode([picture], receiver.port), 503)
     assert bounded.encode([picture], receiver.port).status_code == 200
     refused = message(bounded.encode([picture, picture], receiver.port), 400)
@@ -496,7 +499,7 @@ def test_before_the_model_and_at_the_end(monkeypatch: pytest.MonkeyPatch) -> Non
 
     async def run() -> None:
         settings = parse_settings(model=Path("/m"), serve_sglang="127.0.0.1:0")
-        server = SglangServer(settings, Metrics(), lambda: None)
+        server = SglangServer(settings, Metrics(), lambda: None, Admission(0, 1 << 20))
         transport = httpx.ASGITransport(server.app)
         async with httpx.AsyncClient(transport=transport, base_url="http://encoder") as client:
             assert (await client.get("/health")).status_code == 503

@@ -92,10 +92,15 @@ class SglangServer:
     """A ``ProtocolServer``. ``app`` answers from the start: 503 until ``attach``."""
 
     def __init__(
-        self, settings: Settings, metrics: Metrics, not_ready_because: Callable[[], str | None]
+        self,
+        settings: Settings,
+        metrics: Metrics,
+        not_ready_because: Callable[[], str | None],
+        message_bytes: Admission,
     ) -> None:
-        """not_ready_because: why the service takes no work now, or None. Raises ConfigurationError if pyzmq
-        is not installed."""
+        """not_ready_because: why the service takes no work now, or None. message_bytes: the service's limit
+        on the messages of calls in progress; bodies, fetched content and rows of requests count in it. Raises
+        ConfigurationError if pyzmq is not installed."""
         self._metrics, self._not_ready_because = metrics, not_ready_because
         self._sender = Sender("sglang", SEND_TIMEOUT_S)
         self._allowed = Receivers("sglang_receivers", settings.sglang_receivers)
@@ -103,8 +108,7 @@ class SglangServer:
         self._backend: Backend | None = None
         self.permits = CallPermits(settings.max_calls)
         """Of ``/encode`` requests in progress."""
-        self.request_bytes = Admission(0, settings.max_queued_bytes)
-        """Bodies, fetched content and rows of requests in progress."""
+        self._message_bytes = message_bytes
         self.awaited = AwaitedReceivers()
         encode = self._handler("sglang/encode", self._encode, self.permits.call)
         # Takes no permit: encodes holding all permits may be waiting for this call.
@@ -161,7 +165,7 @@ class SglangServer:
                 peer = peer_of(request)
                 holder = (f"peer {peer}",)
                 with permit(holder):
-                    bytes_permit = self.request_bytes.acquire(0, holder)
+                    bytes_permit = self._message_bytes.acquire(0, holder)
                     try:
                         body = await self._read(request, bytes_permit)
                         call.request_id = str(body.get("req_id", ""))[:MAX_REQ_ID_CHARS]
@@ -248,13 +252,13 @@ class SglangServer:
                 await self._on_worker(len(fetched.content.data), verify, fetched.content.data, item.digest)
             return await pipeline.encode(fetched, namespace=NAMESPACE)
 
-        reader = ItemReader(self.request_bytes, pipeline.workers.executor, None, backend.urls)
+        reader = ItemReader(self._message_bytes, pipeline.workers.executor, None, backend.urls)
         return await reader.ask(url_message(item, modality), encode_fetched, (NAMESPACE,))
 
     def _count_rows(self, permit: Permit, num_bytes: int) -> None:
         """Counts rows of the request until its end. Raises InvalidRequest if the request alone exceeds the
         limit, QueueFull if other requests leave too little of it."""
-        needed, limit = permit.num_bytes + num_bytes, self.request_bytes.max_bytes
+        needed, limit = permit.num_bytes + num_bytes, self._message_bytes.max_bytes
         if needed > limit:
             raise InvalidRequest(
                 f"the request has at least {needed} bytes with its rows, at most {limit} are taken"

@@ -191,18 +191,22 @@ class TokenSpeedServer:
     segment_prefixes = (SEGMENT_PREFIX,)
 
     def __init__(
-        self, settings: Settings, metrics: Metrics, not_ready_because: Callable[[], str | None]
+        self,
+        settings: Settings,
+        metrics: Metrics,
+        not_ready_because: Callable[[], str | None],
+        message_bytes: Admission,
     ) -> None:
-        """not_ready_because: why the service takes no work now, or None. Raises ConfigurationError where
-        pyzmq is not installed."""
+        """not_ready_because: why the service takes no work now, or None. message_bytes: the service's limit
+        on the messages of calls in progress. Raises ConfigurationError where pyzmq is not installed."""
         self.address = ""
         self.app = Starlette(routes=[Route("/route", self._route)])
         self._settings, self._metrics = settings, metrics
         self._not_ready_because = not_ready_because
         self._sender = Sender("tokenspeed", SEND_TIMEOUT_S)
-        self._admission = Admission(0, settings.max_queued_bytes)
+        self._message_bytes = message_bytes
         self._gate = CallGate(
-            NamespaceTokens(), CallPermits(settings.max_calls), self._admission, settings.max_message_bytes
+            NamespaceTokens(), CallPermits(settings.max_calls), message_bytes, settings.max_message_bytes
         )
         self._grpc = GrpcServer(settings, self._gate)
         self._mooncake: Mooncake | None = None
@@ -254,7 +258,7 @@ class TokenSpeedServer:
         assert self._mooncake is not None
         assert self._rooms is not None
         pipeline = backend.pipeline
-        reader = ItemReader(self._admission, pipeline.workers.executor, backend.segments)
+        reader = ItemReader(self._message_bytes, pipeline.workers.executor, backend.segments)
         calls = EncodeCalls(pipeline, reader, self._rooms, self._mooncake.size_bytes)
         model = model_info(self._settings, pipeline)
         server = server_info(self._settings, backend.segments)
