@@ -115,7 +115,8 @@ class Service:
     listen: gRPC addresses as bound. addresses: host:port of the other open ports, by name: ``admin``,
     ``sglang``, ``tokenspeed`` (for its gateways), ``tokenspeed_bootstrap`` (for its prefill workers).
     message_bytes: counts the messages of calls in progress, of every protocol. not_ready: the reason why no
-    work is accepted, or None. info: the answer of GetServerInfo. Parts that ``start`` creates are None before.
+    work is accepted, or None. info: the answer of GetServerInfo. Parts that ``start`` creates are None
+    before.
     """
 
     def __init__(self, settings: Settings) -> None:

@@ -41,8 +41,8 @@ from encoder_service.ingest.decode import DecodeLimits
 from encoder_service.ingest.registry import load_preprocessor
 from encoder_service.types import PreprocessOptions
 from lm_adapter import DigestItem, ItemFailed, VisionEncoderClient
-from lm_adapter.engines.hf.checkpoint import read_config, vision_interface
 from lm_adapter.engines.sglang.prompt import ImagePrompt
+from lm_adapter.engines.shared.checkpoint import read_config, vision_interface
 from lm_adapter.engines.shared.images import ImageFile
 from lm_adapter.items import Grid
 from lm_adapter.testing import Fault

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from lm_adapter.engines.hf.checkpoint import VisionInterface
+from lm_adapter.engines.shared.checkpoint import VisionInterface
 from lm_adapter.errors import InvalidRequest
 from lm_adapter.items import Grid, Modality
 from lm_adapter.prefill.mrope import MRopePositions, batch_positions, mrope_positions, plain_positions

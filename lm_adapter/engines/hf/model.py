@@ -19,9 +19,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lm_adapter.engines.hf.checkpoint import read_config, vision_interface
 from lm_adapter.engines.hf.driver import RemoteVisionLM
 from lm_adapter.engines.hf.transformers_import import import_transformers
+from lm_adapter.engines.shared.checkpoint import read_config, vision_interface
 from lm_adapter.errors import InvalidRequest
 
 if TYPE_CHECKING:

@@ -28,10 +28,10 @@ from sglang.srt.multimodal.processors.kimi_k25 import navit_resize_config
 from sglang.srt.utils.common import CLIENT_MEDIA_EXCEPTIONS, ImageData
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
-from lm_adapter.engines.hf.checkpoint import VisionInterface, vision_interface
 from lm_adapter.engines.sglang.prompt import ImagePrompt, with_placeholders
 from lm_adapter.engines.sglang.rows import RowReader
 from lm_adapter.engines.sglang.settings import check_loaded, read_settings
+from lm_adapter.engines.shared.checkpoint import VisionInterface, vision_interface
 from lm_adapter.engines.shared.error_text import message_of, status_of
 from lm_adapter.engines.shared.geometry import Geometry
 from lm_adapter.engines.shared.images import ImageFile

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lm_adapter.engines.hf.checkpoint import VisionInterface
+from lm_adapter.engines.shared.checkpoint import VisionInterface
 from lm_adapter.items import Grid, Modality
 from lm_adapter.prefill.mrope import MRopePositions, mrope_positions
 from lm_adapter.prefill.placeholders import expand_placeholders

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from lm_adapter.checks import check_rows
-from lm_adapter.engines.hf.checkpoint import vision_interface
+from lm_adapter.engines.shared.checkpoint import vision_interface
 from lm_adapter.errors import InvalidRequest, InvalidRows
 from lm_adapter.items import Grid
 from lm_adapter.types import ITEMSIZE_BYTES, ROW_DTYPES, EncodedRows

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from bench.harness.waiting import wait_until
-from lm_adapter.engines.hf.checkpoint import VisionInterface
 from lm_adapter.engines.sglang.prompt import ImagePrompt, with_placeholders
 from lm_adapter.engines.sglang.rows import ByteLimit, RowReader
 from lm_adapter.engines.sglang.settings import Settings
+from lm_adapter.engines.shared.checkpoint import VisionInterface
 from lm_adapter.engines.shared.geometry import Geometry
 from lm_adapter.engines.shared.images import ImageFile
 from lm_adapter.errors import DeadlineExceeded, EncoderError, InvalidRequest, InvalidRows

@@ -1,6 +1,6 @@
 """What config.json of a vision-language checkpoint states: placeholder ids, geometry, family.
 
-Owns reading the file. ``model`` loads the language model.
+Owns reading the file. ``hf.model`` loads the language model.
 """
 
 from __future__ import annotations
