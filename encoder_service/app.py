@@ -62,7 +62,7 @@ from encoder_service.rpc.server import (
 )
 from encoder_service.rpc.server_info import server_info
 from encoder_service.rpc.servicer import VisionEncoderServicer
-from encoder_service.scheduler.admission import Admission, UnreadBytes
+from encoder_service.scheduler.admission import Admission, UndeliveredBytes
 from encoder_service.scheduler.planner import MAX_ITEMS_PER_BATCH, Planner
 from encoder_service.store.embedding_store import EmbeddingStore, open_store
 from encoder_service.towers.optional import unusable_kernels
@@ -382,7 +382,7 @@ class Service:
             workers=self._workers,
             metrics=self.metrics,
             max_patches_per_item=settings.max_patches_per_item,
-            unread=UnreadBytes(settings.max_undelivered_bytes),
+            undelivered=UndeliveredBytes(settings.max_undelivered_bytes),
             max_clip_patches=settings.max_clip_patches,
             clip_piece_patches=min(CLIP_PIECE_PATCHES, settings.max_patches_per_batch),
         )

@@ -20,7 +20,7 @@ def held(service: RunningService) -> Mapping[str, int]:
             "admitted bytes": found.pipeline.admission.num_bytes,
             "admitted patches": found.pipeline.admission.num_patches,
             "bytes of calls": found.requests.num_bytes,
-            "unread bytes": found.pipeline.unread.num_bytes,
+            "undelivered bytes": found.pipeline.undelivered.num_bytes,
             "encodes": len(found.pipeline.inflight),
             "late bytes": found.gate.arrivals.num_bytes,
             "calls": found.gate.permits.num_calls,

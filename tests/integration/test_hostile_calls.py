@@ -80,7 +80,7 @@ def test_p67_hostile_messages_cost_no_more_memory_than_is_admitted(small: Servic
     """All sorts at once: compressed ones, many numbers and fields, large ones, also to health and reflection,
     and messages that stop before their end."""
     encode, gzip = http2.ENCODE, {"compression": grpc.Compression.Gzip}
-    too_many, too_large = "or more fields|QUEUE_FULL", "at most 4096 are read here|QUEUE_FULL"
+    too_many, too_large = "or more fields|QUEUE_FULL", "at most 4096 are taken here|QUEUE_FULL"
     large = pb.EncodeRequest(items=[pb.Item(encoded=bytes(15 * MIB))], model="none").SerializeToString()
     attacks: list[tuple[str, bytes, dict[str, object], str]] = [
         (encode, bytes(100 * MIB), gzip, "UNIMPLEMENTED"),
@@ -249,7 +249,7 @@ def test_p67_reflection_takes_small_messages_and_a_limited_number_of_streams(
         names = {service.name for service in answers[1].list_services_response.service}
         assert "vision_encoder.v1.VisionEncoder" in names
         large = reflection_pb2.ServerReflectionRequest(file_by_filename="x" * gate.MAX_SMALL_BYTES)
-        with pytest.raises(grpc.RpcError, match="at most 4096 are read here"):
+        with pytest.raises(grpc.RpcError, match="at most 4096 are taken here"):
             list(stub.ServerReflectionInfo(iter([large]), timeout=20))
         idle = [stub.ServerReflectionInfo(iter(threading.Event().wait, None), timeout=20) for _ in range(6)]
         wait_until(lambda: found.service.gate._streams.num_calls == 6)

@@ -8,7 +8,7 @@ import grpc
 import pytest
 
 from encoder_service.errors import DeviceFault, UrlUnreachable
-from encoder_service.scheduler.admission import UnreadBytes
+from encoder_service.scheduler.admission import UndeliveredBytes
 from tests.integration.conftest import RunningService, connected
 from tests.integration.images import photo
 from vision_encoder.layout.keys import ROUTING_KEY
@@ -33,7 +33,7 @@ def test_an_overloaded_replica_refuses_a_routed_call(
     service: RunningService, stub: encoder_pb2_grpc.VisionEncoderStub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert service.service.pipeline is not None
-    monkeypatch.setattr(service.service.pipeline, "unread", UnreadBytes(0))
+    monkeypatch.setattr(service.service.pipeline, "undelivered", UndeliveredBytes(0))
     request = pb.EncodeRequest(items=items(photo(256, 256)))
     (event,) = stub.Encode(request, timeout=TIMEOUT_S)
     assert event.failure.reason == "QUEUE_FULL"

@@ -57,7 +57,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 async def rig() -> AsyncIterator[Rig]:
     async with running(Rig()) as rig:
         yield rig
-    assert rig.pipeline.unread.num_bytes == 0
+    assert rig.pipeline.undelivered.num_bytes == 0
     assert all(holders == 1 for _, arena in rig.store.arenas() for holders in arena._holders.values())
 
 
@@ -160,7 +160,7 @@ async def test_p15_a_caller_that_leaves_at_any_moment_leaves_nothing_behind(rig:
     num_events = len(context.events)
     await until(lambda: asyncio.all_tasks() <= before)
     assert len(context.events) == num_events
-    assert rig.pipeline.unread.num_bytes == 0
+    assert rig.pipeline.undelivered.num_bytes == 0
 
 
 class ClosedContext(SlowContext):
@@ -214,7 +214,7 @@ async def test_p17_a_caller_that_reads_slowly_starts_no_more_than_it_reads(
     for _ in range(50):
         await asyncio.sleep(0)
     assert len(started) == 1
-    assert rig.pipeline.unread.num_bytes == 4 * 16 * 4
+    assert rig.pipeline.undelivered.num_bytes == 4 * 16 * 4
     context.gate.set()
     await call
     assert len(started) == 8

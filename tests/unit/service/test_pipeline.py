@@ -25,7 +25,7 @@ from encoder_service.errors import (
 from encoder_service.inflight import InFlightEncode
 from encoder_service.ingest.preprocessor import OpenItem
 from encoder_service.pipeline import holder_of
-from encoder_service.scheduler.admission import UnreadBytes
+from encoder_service.scheduler.admission import UndeliveredBytes
 from encoder_service.types import (
     CacheTier,
     DigestOnly,
@@ -90,16 +90,16 @@ async def test_stages_of_a_shared_encode_are_observed_once(rig: Rig) -> None:
 
 async def test_p17_no_new_encode_while_callers_leave_too_much_unread(rig: Rig) -> None:
     held = (await rig.pipeline.encode(image(1))).encoded
-    unread = rig.pipeline.unread = UnreadBytes(held.spec.num_bytes)
+    undelivered = rig.pipeline.undelivered = UndeliveredBytes(held.spec.num_bytes)
     for _ in range(2):
-        unread.add(held, held.spec.num_bytes, holder_of(""))
-    assert unread.num_bytes == held.spec.num_bytes
+        undelivered.add(held, held.spec.num_bytes, holder_of(""))
+    assert undelivered.num_bytes == held.spec.num_bytes
     with pytest.raises(QueueFull, match=f"{held.spec.num_bytes} bytes of rows wait to be read"):
         await rig.pipeline.encode(image(2))
     assert (await rig.pipeline.encode(image(1))).tier is CacheTier.HOST
-    unread.remove(held, held.spec.num_bytes)
-    assert unread.num_bytes == held.spec.num_bytes
-    unread.remove(held, held.spec.num_bytes)
+    undelivered.remove(held, held.spec.num_bytes)
+    assert undelivered.num_bytes == held.spec.num_bytes
+    undelivered.remove(held, held.spec.num_bytes)
     assert (await rig.pipeline.encode(image(2))).tier is CacheTier.MISS
 
 
