@@ -86,7 +86,8 @@ class CallPermits:
 
 
 class CallGate:
-    """The gate of one server. refused: number of calls that were refused before their handler, by reason."""
+    """The gate of one server. refused: number of calls that were refused before their handler, by reason.
+    streams: counts Watch and reflection."""
 
     def __init__(
         self,
@@ -103,7 +104,7 @@ class CallGate:
         self._admission = admission
         self.arrivals = Arrivals(admission.max_bytes, max_message_bytes)
         self._short_calls = CallPermits(MAX_SHORT_CALLS)
-        self._streams = CallPermits(MAX_STREAMS)
+        self.streams = CallPermits(MAX_STREAMS)
         self._large = WaitingShares(1)
 
     def passed(
@@ -153,7 +154,7 @@ class CallGate:
         """A handler of calls with limits of their own: it runs ``behaviour`` with the call's messages, each
         of at most MAX_SMALL_BYTES, and turns an exception into the call's status. needs_token: the caller
         needs a token where calls of the service do. stays: the call lasts until its caller ends it."""
-        permits = self._streams if stays else self._short_calls
+        permits = self.streams if stays else self._short_calls
 
         async def requests(context: Context, holder: Holder) -> AsyncIterator[Request]:
             is_first = True

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import grpc
 import pytest
 
+from encoder_service.engine.device import DeviceEngine
 from encoder_service.errors import DeviceFault, UrlUnreachable
 from encoder_service.scheduler.admission import UndeliveredBytes
 from tests.integration.conftest import RunningService, connected
@@ -61,8 +62,7 @@ def test_a_draining_replica_refuses_a_routed_call(
 def test_no_new_work_after_a_device_fault_is_a_refusal_of_the_replica(
     service: RunningService, stub: encoder_pb2_grpc.VisionEncoderStub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert service.service.pipeline is not None
-    monkeypatch.setattr(service.service.pipeline._engine, "_fault", DeviceFault("the device failed"))
+    monkeypatch.setattr(DeviceEngine, "fault", DeviceFault("the device failed"))
     request = pb.EncodeRequest(items=items(photo(32, 64)))
     (event,) = stub.Encode(request, timeout=TIMEOUT_S)
     assert event.failure.reason == "DEVICE_FAULT"

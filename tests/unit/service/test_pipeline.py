@@ -118,13 +118,13 @@ async def test_p15_the_encode_goes_on_when_the_first_caller_leaves(rig: Rig) -> 
 async def test_p17_cancelled_items_never_pile_up_behind_a_long_batch(rig: Rig) -> None:
     rig.tower.gate.clear()
     blocker = asyncio.ensure_future(rig.pipeline.encode(image(1)))
-    await until(lambda: len(rig.engine._in_flight) or rig.engine._planned)
+    await until(lambda: rig.tower.num_entered)
     for value in range(2, 5):
         caller = asyncio.ensure_future(rig.pipeline.encode(image(value)))
-        await until(lambda: len(rig.engine._waiting) == 1)
+        await until(lambda: len(rig.planner) == 1)
         caller.cancel()
         await until(lambda: rig.pipeline.admission.num_patches == 16)
-        assert len(rig.engine._waiting) == 0
+        assert len(rig.planner) == 0
     rig.tower.gate.set()
     await blocker
 
@@ -148,7 +148,9 @@ async def test_pixels_that_disagree_with_the_header_fail_the_item(rig: Rig) -> N
     frames = FrameItem(torch.zeros(1, 40, 40, 3, dtype=torch.uint8), Grid(1, 40, 40))
     opened = OpenItem(Grid(1, 4, 4), 1, lambda: LoadedPixels(frames, 0.0, 0.0))
     rig.preprocessor.open = lambda item: opened  # type: ignore[method-assign]
-    with pytest.raises(UndecodableImage, match=r"promises grid \(1, 4, 4\), its pixels give \(1, 40, 40\)"):
+    with pytest.raises(
+        UndecodableImage, match=r"header gives grid \(1, 4, 4\), its pixels give \(1, 40, 40\)"
+    ):
         await rig.pipeline.encode(image())
 
 
@@ -275,10 +277,10 @@ async def test_a_caller_does_not_join_what_was_dropped_for_an_earlier_deadline(
     monkeypatch.setattr(rig.engine, "_clock", lambda: time.monotonic() + ahead_s)
     rig.tower.gate.clear()
     blocker = asyncio.ensure_future(rig.pipeline.encode(image(1)))
-    await until(lambda: len(rig.engine._in_flight) or rig.engine._planned)
+    await until(lambda: rig.tower.num_entered)
     soon_s = time.monotonic() + 60
     soon = asyncio.ensure_future(rig.pipeline.encode(image(2), deadline_s=soon_s))
-    await until(lambda: len(rig.engine._waiting) == 1)
+    await until(lambda: len(rig.planner) == 1)
     ahead_s = 100.0
     rig.tower.gate.set()
     wait_until(lambda: rig.engine.counters.dropped_items, "the drop")

@@ -115,5 +115,5 @@ def check_store(store: EmbeddingStore) -> None:
 
 
 def num_holds(store: EmbeddingStore) -> int:
-    """The holds of callers and reservations; items themselves do not count."""
+    """The holds of callers. The hold that every item and reservation has of its own slot does not count."""
     return sum(sum(arena._holders.values()) - len(arena) for _, arena in store.arenas())
