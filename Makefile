@@ -104,11 +104,12 @@ test-gpu: ## Run the GPU tests, and kernels, parity and integration on cuda:0 (P
 	    tests/gpu tests/parity tests/integration tests/unit/kernels tests/unit/towers || status=$$?; \
 	exit $$status
 
-lint: $(STAMP) proto-check ## Ruff, strict mypy, import direction, generated code up to date
+lint: $(STAMP) proto-check ## Ruff, mypy, budgets, import direction, generated code up to date
 	$(BIN)/python -m ruff check
 	$(BIN)/python -m ruff format --check
 	$(BIN)/python -m mypy
-	PYTHONPATH=proto $(BIN)/lint-imports
+	$(BIN)/python tests/budgets.py
+	PYTHONPATH=.:proto $(BIN)/lint-imports
 
 proto: ## Regenerate the code of encoder.proto
 	PYTHON=$(PYTHON) proto/generate.sh
@@ -118,25 +119,25 @@ proto-check: ## Fail when the committed generated code is not what encoder.proto
 
 # The recorded measurements on a GPU; without one the smallest tower, as a check that the program runs.
 bench: $(STAMP) ## Measure the towers
-	$(BIN)/python bench/tower.py $$([ -e /dev/nvidiactl ] || echo --quick --size tiny --device cpu)
+	$(BIN)/python -m bench.tower $$([ -e /dev/nvidiactl ] || echo --quick --size tiny --device cpu)
 
 bench-transport: $(STAMP) ## Measure the delivery of rows over every transport
-	$(BIN)/python bench/transport.py $$([ -e /dev/nvidiactl ] || echo --quick --device cpu)
+	$(BIN)/python -m bench.transport $$([ -e /dev/nvidiactl ] || echo --quick --device cpu)
 
 bench-serve: $(STAMP) ## Measure the service under load, beside its tower
-	$(BIN)/python bench/serve.py $$([ -e /dev/nvidiactl ] || echo --quick --size tiny --device cpu)
+	$(BIN)/python -m bench.serve $$([ -e /dev/nvidiactl ] || echo --quick --size tiny --device cpu)
 
 bench-fleet: $(STAMP) ## Measure encoders behind Envoy through kills, scaling, stalls and restarts, on a CPU (an hour)
-	$(BIN)/python bench/fleet.py
+	$(BIN)/python -m bench.fleet
 
 demo: $(STAMP) ## Start the service, send photographs, run a language model on the rows, compare
-	$(BIN)/python bench/demo.py
+	$(BIN)/python -m bench.demo
 
 serve: $(STAMP) $(CHECKPOINT)/config.json ## Serve a small random-weight checkpoint on the CPU
 	$(BIN)/vision-encoder serve --model $(CHECKPOINT) --device cpu
 
 fleet: $(STAMP) $(CHECKPOINT)/config.json ## Run four encoders on the CPU behind Envoy, until Ctrl-C
-	PYTHONPATH=.:proto $(BIN)/python -m tests.fleet $(CHECKPOINT)
+	PYTHONPATH=.:proto $(BIN)/python -m bench.harness.fleet $(CHECKPOINT)
 
 # Made beside its final place and moved, so that an interrupted run leaves no half checkpoint.
 $(CHECKPOINT)/config.json: | $(STAMP)

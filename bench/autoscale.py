@@ -1,6 +1,6 @@
 """Simulates the Kubernetes autoscaler over days of traffic, on a CPU.
 
-    python bench/autoscale.py
+    python -m bench.autoscale
 
 Owns the models of the autoscaler and of the encoders, the traffic, and the policies that are compared. The
 speed of an encoder is measured: the device's time per image in results/tower-*, the host's in
@@ -19,9 +19,9 @@ window, W scrapes, M metrics, B bins of latency.
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
-import sys
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
@@ -33,11 +33,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from charts import draw_beside
-from measurement import RESULTS, describe_environment, write_result
-
+from bench.charts import draw_beside
+from bench.measurement import RESULTS, describe_environment, write_result
 from encoder_service.admin.saturation import BUSY_WINDOW_S, FULL_QUEUE_S
 from encoder_service.config import Settings
 
@@ -172,9 +169,13 @@ class Encoder:
         batched_ms = [held["32x448"]["sustained_ms"] / 32, held["8x1024"]["sustained_ms"] / 8]
         alone_ms = [alone["1x448"]["median_ms"], alone["1x1024"]["median_ms"]]
         limits = {name: field.default for name, field in Settings.model_fields.items()}
+        seconds = (np.reshape(one, (-1, 1, 1)) / 1e3 for one in (batched_ms, alone_ms, host_ms))
+        batched_s, alone_s, host_s = seconds
         return cls(
             np.reshape([784.0, 4096.0], (-1, 1, 1)),
-            *(np.reshape(one, (-1, 1, 1)) / 1e3 for one in (batched_ms, alone_ms, host_ms)),
+            batched_s,
+            alone_s,
+            host_s,
             calls_per_s=records[1.1]["images_per_s"],
             hit_share=serve["settings"]["repeat_share"],
             max_calls=limits["max_calls"],
@@ -336,7 +337,8 @@ def simulate(
     for now_s, rate_K in enumerate(rates):
         fleet.pass_second(now_s)
         for _ in range(round(1 / STEP_S)):
-            fleet.step(generator.poisson(rate_K * STEP_S / NUM_ARCS, (NUM_ARCS, len(rate_K))))
+            arrived_AK = generator.poisson(rate_K * STEP_S / NUM_ARCS, (NUM_ARCS, len(rate_K)))
+            fleet.step(arrived_AK.astype(np.float64))
         if now_s % SCRAPE_S == SCRAPE_S // 2:
             fleet.scrape()
         if now_s % SYNC_S == SYNC_S - 1:
@@ -375,12 +377,15 @@ def records_of(traffic: str, fleet: Fleet) -> list[dict[str, Any]]:
     }
     return [
         {"traffic": traffic, "policy": asdict(policy)}
-        | {name: round(float(values[place]), 4) for name, values in figures.items()}
-        for place, policy in enumerate(fleet.policies)
+        | {name: round(float(values[index]), 4) for name, values in figures.items()}
+        for index, policy in enumerate(fleet.policies)
     ]
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result files")
+    out: Path = parser.parse_args().out
     encoder, chart = Encoder.measured(), Policy()
     starts = [replace(chart, start_s=start_s) for start_s in (85.0, 48.0, 25.0)]
     policies = {
@@ -412,9 +417,9 @@ def main() -> None:
         "work_gpus": np.round(work_gpus, 2).tolist(),
         "starts": {
             f"{one.start_s:g}": {
-                name: values[: DAY_S // 60, place].round(1).tolist() for name, values in runs[0][1].items()
+                name: values[: DAY_S // 60, index].round(1).tolist() for name, values in runs[0][1].items()
             }
-            for place, one in enumerate(policies["mixed"])
+            for index, one in enumerate(policies["mixed"])
             if one in starts
         },
         "records": [
@@ -423,7 +428,7 @@ def main() -> None:
             for one in records_of(traffic, fleet)
         ],
     }
-    path = write_result(RESULTS, "autoscale", result)
+    path = write_result(out, "autoscale", result)
     print(path, draw_beside("autoscale", result, path), sep="\n")
 
 

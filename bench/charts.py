@@ -1,6 +1,6 @@
-"""Draws charts of bench results: towers, transports, serving, engines, autoscaling.
+"""Draws charts of bench results: towers, transports, serving, engines, autoscaling, fleets.
 
-    python bench/charts.py bench/results/tower-nvidia-h200-2026-11-23.json
+    python -m bench.charts bench/results/tower-nvidia-h200-2026-11-23.json
 
 Owns the charts. It needs only the result file, so any result can be drawn again.
 """
@@ -82,7 +82,7 @@ def draw(bench: str, result: dict[str, Any], path: Path) -> Path:
         raise NoChart(f"{path.name}: no picture for {bench!r}, only for {', '.join(DRAWERS)}")
     if not result["records"]:
         raise NoChart(f"{path.name}: no records")
-    font = {"font.size": 9, "axes.edgecolor": INK, "axes.titlesize": 10, "axes.titleweight": "bold"}
+    font: Any = {"font.size": 9, "axes.edgecolor": INK, "axes.titlesize": 10, "axes.titleweight": "bold"}
     with mpl.rc_context(font):
         figure = Figure(figsize=(15, 7), layout="constrained")
         subject = DRAWERS[bench](figure, result)
@@ -128,11 +128,11 @@ def tower_times(
     width = 0.86 / len(variants)
     upright = {"ha": "center", "va": "bottom", "fontsize": 7, "color": INK, "rotation": 90}
     for number, variant in enumerate(variants):
-        for place, case in enumerate(cases):
+        for index, case in enumerate(cases):
             ratio = ratios.get((case, variant))
             if ratio is None:
                 continue
-            x = place - 0.43 + (number + 0.5) * width
+            x = index - 0.43 + (number + 0.5) * width
             axes.bar(x, min(ratio, top), width * 0.92, color=VARIANT_STYLES[variant][1])
             if ratio > top:
                 axes.text(x, top * 1.01, f"{ratio:.3g}", **upright)
@@ -274,13 +274,13 @@ def draw_engines(figure: Any, result: dict[str, Any]) -> str:
         own = {row["case"]: row[name][0] for row in rows if row["server"] == "its own tower"}
         for number, server in enumerate(servers):
             found = {row["case"]: row[name] for row in rows if row["server"] == server and name in row}
-            places = [cases.index(case) + (number + 0.5) * height - 0.4 for case in found]
+            heights = [cases.index(case) + (number + 0.5) * height - 0.4 for case in found]
             ratios = [values[0] / own[case] for case, values in found.items()]
             ends = [
                 [abs(values[end] - values[0]) / own[case] for case, values in found.items()] for end in (1, 2)
             ]
             bars = axes.barh(
-                places,
+                heights,
                 ratios,
                 height * 0.9,
                 xerr=ends,
@@ -376,6 +376,48 @@ def draw_policies(targets: Any, others: Any, result: dict[str, Any]) -> None:
     others.grid(visible=False)
 
 
+# -- fleets ----------------------------------------------------------------------------------------------
+
+
+def draw_fleet(figure: Any, result: dict[str, Any]) -> str:
+    """The p99 and the failures of each event over time."""
+    records = [record for record in result["records"] if record.get("series")]
+    if not records:
+        raise NoChart(f"{len(result['records'])} records, none with a series")
+    num_rows = -(-len(records) // 3)
+    figure.set_size_inches(15, 2.9 * num_rows + 0.8)
+    panels = figure.subplots(num_rows, 3, squeeze=False).flatten()
+    for axes, record in zip(panels, records, strict=False):
+        draw_event(axes, record)
+    for axes in panels[len(records) :]:
+        axes.set_visible(False)
+    calls, failed = (sum(one[name] for one in records) for name in ("num_calls", "num_failed"))
+    return f"Behind Envoy, {calls:,} calls, {failed} failed: p99 in ms of calls under way, {result['device']}"
+
+
+def draw_event(axes: Any, record: dict[str, Any]) -> None:
+    series = record["series"]
+    points = [(at_s, p99_ms) for at_s, p99_ms in zip(series["at_s"], series["p99_ms"], strict=True) if p99_ms]
+    axes.plot(*zip(*points, strict=True), color=WARM, linewidth=1)
+    failures = [(at_s, n) for at_s, n in zip(series["at_s"], series["num_failed"], strict=True) if n]
+    if failures:
+        top = max(p99_ms for _, p99_ms in points)
+        axes.scatter(
+            [at_s for at_s, _ in failures], [top] * len(failures), color=DEEP, marker="x", label="failed"
+        )
+        axes.legend(frameon=False, fontsize=8)
+    for mark in record["marks"]:
+        axes.axvline(mark["at_s"], color=GRID, linewidth=1.5, zorder=0)
+        axes.text(mark["at_s"], 0.97, f" {mark['name']}", fontsize=7, color=INK, rotation=90, va="top",
+                  transform=axes.get_xaxis_transform())  # fmt: skip
+    logarithmic(axes)
+    axes.set_title(
+        f"{record['event']}: {record['num_calls']:,} calls, {record['num_failed']} failed", loc="left"
+    )
+    axes.set_xlabel("s")
+    tidy(axes)
+
+
 # -- all pictures ----------------------------------------------------------------------------------------
 
 
@@ -411,6 +453,7 @@ DRAWERS: Mapping[str, Callable[[Any, dict[str, Any]], str]] = {
     "serve": draw_serving,
     "epd": draw_engines,
     "autoscale": draw_autoscaling,
+    "fleet": draw_fleet,
 }
 
 

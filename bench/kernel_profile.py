@@ -9,7 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from measurement import synchronise, time_once
+
+from bench.measurement import synchronise, time_once
 
 # The first match wins. Marks are parts of kernel names of the libraries and of this repository, in lower
 # case.
@@ -38,7 +39,7 @@ def profile_runs(run: Callable[[], object], device: torch.device, *, repeats: in
             synchronise(device)
     sums: dict[str, tuple[float, float]] = {}
     for kernel in profiler.key_averages():
-        if kernel.device_type == torch.autograd.DeviceType.CUDA:
+        if kernel.device_type.name == "CUDA":
             name = group_of(kernel.key)
             calls, spent_us = sums.get(name, (0.0, 0.0))
             sums[name] = calls + kernel.count / repeats, spent_us + kernel.self_device_time_total / repeats

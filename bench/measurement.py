@@ -25,9 +25,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from charts import draw_beside
 from rich.console import Console
 from rich.table import Table
+
+from bench.charts import draw_beside
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
@@ -162,7 +163,7 @@ def power_summary(text: str) -> dict[str, Any]:
             samples.append((float(power_w), float(clock_mhz), capped == "Active"))
         except ValueError:
             continue
-    means = [statistics.fmean(column) for column in zip(*samples, strict=True)] or [None] * 3
+    means: list[Any] = [statistics.fmean(column) for column in zip(*samples, strict=True)] or [None] * 3
     return dict(zip(("power_w", "sm_clock_mhz", "power_limited_share"), means, strict=True)) | {
         "num_samples": len(samples)
     }
@@ -240,9 +241,9 @@ def describe_environment(
 
 
 def command_line(arguments: Sequence[str]) -> list[str]:
-    """The command line without ``--out``, which does not affect the figures."""
-    kept, skip = [], False
-    for argument in arguments:
+    """What follows ``python``, without ``--out``, which does not affect the figures."""
+    kept, skip = ["-m", f"bench.{Path(arguments[0]).stem}"], False
+    for argument in arguments[1:]:
         if not skip and argument != "--out" and not argument.startswith("--out="):
             kept.append(argument)
         skip = argument == "--out"
@@ -353,16 +354,16 @@ class TimedRun:
         }
         self.file = ResultFile(arguments.out, bench, self.result)
 
-    def leave_out(self, reason: str, *, cut_short: bool = False, **place: Any) -> None:
-        self.result["left_out"].append(place | {"reason": reason, "cut_short": cut_short})
+    def leave_out(self, reason: str, *, cut_short: bool = False, **case: Any) -> None:
+        self.result["left_out"].append(case | {"reason": reason, "cut_short": cut_short})
 
-    def is_out_of_time(self, *places: Mapping[str, Any]) -> bool:
-        """Whether the time limit has passed. If so, records the places as left out."""
+    def is_out_of_time(self, *cases: Mapping[str, Any]) -> bool:
+        """Whether the time limit has passed. If so, records the cases as left out."""
         spent_s, limit_s = time.perf_counter() - self.begun_s, self.arguments.time_limit_s
         if spent_s < limit_s:
             return False
-        for place in places:
-            self.leave_out(f"{spent_s:.0f} s had passed of {limit_s:.0f}", cut_short=True, **place)
+        for case in cases:
+            self.leave_out(f"{spent_s:.0f} s had passed of {limit_s:.0f}", cut_short=True, **case)
         return True
 
     def finish(self) -> None:
@@ -384,11 +385,11 @@ class TimedRun:
 
     def print_end(self) -> None:
         """Prints what was left out, by reason, and where result and chart are."""
-        places: dict[str, list[str]] = {}
+        cases: dict[str, list[str]] = {}
         for one in self.result["left_out"]:
             named = [str(one[name]) for name in one if name not in ("reason", "cut_short") and one[name]]
-            places.setdefault(one["reason"], []).append(" ".join(named))
-        for reason, names in places.items():
+            cases.setdefault(one["reason"], []).append(" ".join(named))
+        for reason, names in cases.items():
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             self.console.print(f"left out: {names[0]}{more}: {reason}")
         self.console.print(draw_beside(self.bench, self.result, self.file.path))

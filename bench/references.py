@@ -1,6 +1,6 @@
 """The reference implementation's tower as the benches run it: eager, packed, captured and compiled.
 
-Owns running the reference with FlashAttention-3, capturing it and compiling it. ``tests/parity/reference.py``
+Owns running the reference with FlashAttention-3, capturing it and compiling it. ``harness/reference.py``
 loads it.
 
 * ``ref_sdpa``: eager, with torch's attention, one call for each sequence.
@@ -22,9 +22,9 @@ from typing import Any
 
 import torch
 
+from bench.harness.reference import ReferenceTower, VarlenKernel, register_varlen_attention
 from encoder_service.towers.attention.fa3 import import_interface
 from encoder_service.types import Grid
-from tests.parity.reference import ReferenceTower, VarlenKernel, register_varlen_attention
 
 SDPA = "sdpa"
 FA3 = "flash_fa3_varlen"
@@ -102,7 +102,7 @@ def operator_of(kernel: VarlenKernel, name: str) -> VarlenKernel:
         f"bench::{name}", contiguous_rows, mutates_args=(), schema=OPERATOR_SCHEMA
     )
     operator.register_fake(lambda q, *_others: q.new_empty(q.shape))
-    return operator  # type: ignore[no-any-return]
+    return operator
 
 
 def eager(

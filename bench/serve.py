@@ -1,7 +1,7 @@
 """Sends photographs by gRPC under open-loop load, and compares the service with the tower alone.
 
-    python bench/serve.py                                     # full size on cuda:0, about three minutes
-    python bench/serve.py --quick --device cpu --size tiny    # checks that the bench runs
+    python -m bench.serve                                     # full size on cuda:0, about three minutes
+    python -m bench.serve --quick --device cpu --size tiny    # checks that the bench runs
 
 Owns the run: its options, processes, order, time budgets, figures and tables. traffic.py owns what is sent;
 serve_peers.py owns sending it, and the tower alone. bench/README.md states the method.
@@ -24,14 +24,11 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from checkpoints import random_checkpoint
-from measurement import TimedRun, options_of, percentile
-from processes import IMAGE_MALLOC, Process, ProcessFailed, ServiceProcess, Snapshot
-from serve_peers import OK, STAGES
-from traffic import MAX_PIXELS, MIXES, load_of, specs_of, write_photos
-
+from bench.checkpoints import random_checkpoint
+from bench.harness.children import IMAGE_MALLOC, Child, ProcessFailed, ServiceProcess, Snapshot
+from bench.measurement import TimedRun, options_of, percentile
+from bench.serve_peers import OK, STAGES
+from bench.traffic import MAX_PIXELS, MIXES, load_of, specs_of, write_photos
 from encoder_service.checkpoints.synthetic import FAMILIES, SIZES
 from encoder_service.ingest.cores import usable_cores
 
@@ -139,10 +136,10 @@ class Run(TimedRun):
         self.max_pixels = int(MAX_PIXELS * arguments.scale**2)
         settings = {"seed": self.seed, "max_pixels": self.max_pixels, "malloc": IMAGE_MALLOC}
         settings |= {"repeat_share": REPEAT_SHARE, "zipf": ZIPF}
-        parts = {"photos": {}, "tower": {}, "service": {}, "summary": []}
+        parts: dict[str, Any] = {"photos": {}, "tower": {}, "service": {}, "summary": []}
         super().__init__("serve", arguments, settings=settings, parts=parts, packages=PACKAGES)
         self.stack = ExitStack()
-        self.clients: list[Process] = []
+        self.clients: list[Child] = []
 
     def main(self) -> None:
         """Raises ProcessFailed if the tower or the service does not start."""
@@ -172,9 +169,9 @@ class Run(TimedRun):
 
     # -- processes -------------------------------------------------------------------------------------
 
-    def _process(self, role: str, *, uses_gpu: bool) -> Process:
+    def _process(self, role: str, *, uses_gpu: bool) -> Child:
         gpu = self.gpu if uses_gpu else None
-        return self.stack.enter_context(Process("serve_peers", role, gpu=gpu))
+        return self.stack.enter_context(Child("bench.serve_peers", role, gpu=gpu))
 
     def _make_photos(self) -> None:
         """Writes the photographs. Also starts the clients, which read them."""
@@ -196,7 +193,7 @@ class Run(TimedRun):
                 client.send("photos", mix=mix, folder=str(folder))
         for _ in arguments.mixes:
             for client in self.clients:
-                client.reply(START_LIMIT_S)
+                client.answer(START_LIMIT_S)
 
     def _settings(self, checkpoint: Path) -> dict[str, Any]:
         """Settings of the service and of the tower alone. Every process sees at most one GPU."""
@@ -239,7 +236,7 @@ class Run(TimedRun):
         )
         for client in self.clients:
             client.send("connect", target=service.target, transport=arguments.transport)
-        reasons = [client.reply(START_LIMIT_S)["reason"] for client in self.clients]
+        reasons = [client.answer(START_LIMIT_S)["reason"] for client in self.clients]
         self.result["service"] = {"start_s": service.start_s, "transport": reasons[0]}
         return service
 
@@ -275,7 +272,7 @@ class Run(TimedRun):
         for at_s in (warm_s, duration_s):
             time.sleep(max(0.0, start_s + at_s - time.monotonic()))
             snapshots.append(service.snapshot())
-        answers = [client.reply(duration_s + GRACE_S + TIMEOUT_S) for client in self.clients]
+        answers = [client.answer(duration_s + GRACE_S + TIMEOUT_S) for client in self.clients]
         figures = client_figures(
             requests_of(answers), warm_s=warm_s, duration_s=duration_s, bound_ms=arguments.bound_ms
         )

@@ -18,10 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from processes import serve_commands
-from traffic import Load, Request, photos_in_turn, read_photos, with_comment
+from bench.harness.children import serve_commands
+from bench.traffic import Load, Request, photos_in_turn, read_photos, with_comment
 
 CONNECT_S = 60.0
 STAGES = (
@@ -143,8 +141,8 @@ class Client:
             return failed(request, error.reason, lag_ms, (loop.time() - due_s) * 1e3)
         latency_ms = (loop.time() - due_s) * 1e3
         stages = [round(getattr(rows.timings, stage), 4) for stage in STAGES]
-        place = [rows.tier.value, rows.grid_thw.num_patches, rows.num_bytes]
-        return [request.at_s, lag_ms, latency_ms, OK, *place, *stages]
+        delivery = [rows.tier.value, rows.grid_thw.num_patches, rows.num_bytes]
+        return [request.at_s, lag_ms, latency_ms, OK, *delivery, *stages]
 
 
 async def until(due_s: float) -> None:
@@ -167,10 +165,10 @@ class TowerAlone:
     def load(self, settings: dict[str, Any]) -> dict[str, Any]:
         import torch
 
-        from encoder_service.app import capture_graphs, load_model, warm_up_grids
         from encoder_service.config import parse_settings
         from encoder_service.engine.launch import TowerLauncher
         from encoder_service.ops.logs import configure_logs
+        from encoder_service.startup import capture_graphs, load_model, warm_up_grids
 
         configure_logs("text", "warning")
         self._settings = parse_settings(**settings)

@@ -1,10 +1,10 @@
 """Times one forward of every family's tower, ours and the reference's, in one run on one device.
 
-    python bench/tower.py                                  # full-size towers in bfloat16 on cuda:0
-    python bench/tower.py --quick                          # two cases, no compiling, under two minutes
-    python bench/tower.py --profile --families qwen3_vl    # with the kernels of each case, by group
-    python bench/tower.py --variants graph graph_torch     # what other matrix products than torch's gain
-    python bench/tower.py --quick --size tiny --device cpu # checks that the bench runs
+    python -m bench.tower                                  # full-size towers in bfloat16 on cuda:0
+    python -m bench.tower --quick                          # two cases, no compiling, under two minutes
+    python -m bench.tower --profile --families qwen3_vl    # with the kernels of each case, by group
+    python -m bench.tower --variants graph graph_torch     # what other matrix products than torch's gain
+    python -m bench.tower --quick --size tiny --device cpu # checks that the bench runs
 
 Owns the run: its options, order, time budgets, records and table. variants.py builds what is timed,
 measurement.py times it, charts.py draws the result. bench/README.md states the method.
@@ -25,11 +25,9 @@ from typing import Any
 import structlog
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from checkpoints import random_checkpoint
-from kernel_profile import line_of, profile_runs
-from measurement import (
+from bench.checkpoints import random_checkpoint
+from bench.kernel_profile import line_of, profile_runs
+from bench.measurement import (
     TimedRun,
     ceilings,
     host_time_us,
@@ -38,8 +36,8 @@ from measurement import (
     sustained,
     synchronise,
 )
-from references import load_reference, reason_of, register_fa3
-from variants import (
+from bench.references import load_reference, reason_of, register_fa3
+from bench.variants import (
     CASES,
     GRAPH_TORCH,
     KNOWN_CASES,
@@ -56,7 +54,6 @@ from variants import (
     num_patches_of,
     random_inputs,
 )
-
 from encoder_service.checkpoints.synthetic import FAMILIES, SIZES
 from encoder_service.towers import Tower, load_tower
 
@@ -193,7 +190,7 @@ class Run(TimedRun):
                 for variant, run in case.runs.items()
             ]
         if arguments.profile and "graph" in case.runs:
-            place = {"family": family.name, "case": name, "variant": "graph"}
+            place: dict[str, Any] = {"family": family.name, "case": name, "variant": "graph"}
             try:
                 profile = profile_runs(case.runs["graph"], self.device)
             except (RuntimeError, ValueError) as error:  # the machine does not permit tracing

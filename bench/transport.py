@@ -1,7 +1,7 @@
 """Times the delivery of rows over every transport, each relative to its lowest possible cost, in one run.
 
-    python bench/transport.py                        # all that this machine can; two GPUs for all of it
-    python bench/transport.py --quick --device cpu   # host memory and streams alone, under half a minute
+    python -m bench.transport                        # all that this machine can; two GPUs for all of it
+    python -m bench.transport --quick --device cpu   # host memory and streams alone, under half a minute
 
 Owns the run: its options, processes, order, time budgets, records and table. transport_peers.py owns what the
 processes do. bench/README.md states the method.
@@ -19,13 +19,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from measurement import TimedRun, options_of, percentile
-from processes import IMAGE_MALLOC, START_S, Process, ProcessFailed
-from transport_peers import DeviceCopies, bytes_of, num_resident, timed
-
-from tests.chaos.pods import can_isolate
+from bench.harness.children import IMAGE_MALLOC, START_S, Child, ProcessFailed
+from bench.harness.pods import can_isolate
+from bench.measurement import TimedRun, options_of, percentile
+from bench.transport_peers import DeviceCopies, bytes_of, num_resident, timed
 
 MIB = 1 << 20
 PACKAGES = ("grpcio", "protobuf", "cuda-bindings")
@@ -95,9 +92,9 @@ class Run(TimedRun):
         self.sizes = [bytes_of(size) for size in arguments.sizes_mib]
         self.resident_bytes = int(arguments.resident_mib * MIB)
         self.stack = ExitStack()
-        self.encoders: dict[str, Process] = {}
-        self.clients: dict[str, Process] = {}
-        self.raw: Process | None = None
+        self.encoders: dict[str, Child] = {}
+        self.clients: dict[str, Child] = {}
+        self.raw: Child | None = None
         self.raw_addresses: dict[str, str] = {}
         # The sizes that each encoder holds, and the size that the raw server holds.
         self.filled: set[tuple[str, int]] = set()
@@ -139,12 +136,12 @@ class Run(TimedRun):
         if any(TRANSPORTS[path] == "inline" for path in paths):
             self.raw = self._process("raw", None)
             self.raw.send("start", folder=str(self.folder))
-            self.raw_addresses = self.raw.reply(START_S)
+            self.raw_addresses = self.raw.answer(START_S)
         addresses: dict[str, dict[str, Any]] = {}
         failed: dict[str, ProcessFailed] = {}
         for kind, encoder in self.encoders.items():
             try:
-                addresses[kind] = encoder.reply(START_S)
+                addresses[kind] = encoder.answer(START_S)
             except ProcessFailed as error:
                 failed[kind] = error
         working = []
@@ -169,8 +166,8 @@ class Run(TimedRun):
         self.file.write()
         return working
 
-    def _process(self, role: str, gpu: int | None) -> Process:
-        return self.stack.enter_context(Process("transport_peers", role, gpu=gpu))
+    def _process(self, role: str, gpu: int | None) -> Child:
+        return self.stack.enter_context(Child("bench.transport_peers", role, gpu=gpu))
 
     def _has_gpus(self, path: str) -> bool:
         """Whether the machine has the GPUs that the path needs. If not, records the path as left out."""
@@ -246,10 +243,10 @@ class Run(TimedRun):
         return copies
 
     def _copies(self, source: int, target: int, num_bytes: int) -> DeviceCopies:
-        place = (source, target, num_bytes)
-        if self.copies is None or self.copies[0] != place:
+        route = (source, target, num_bytes)
+        if self.copies is None or self.copies[0] != route:
             self.copies = None  # frees the previous size's rows first
-            self.copies = place, DeviceCopies(source, target, num_bytes, self.resident_bytes)
+            self.copies = route, DeviceCopies(source, target, num_bytes, self.resident_bytes)
         return self.copies[1]
 
 

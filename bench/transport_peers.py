@@ -21,9 +21,7 @@ from typing import Any
 import grpc
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from processes import START_S, serve_commands
+from bench.harness.children import START_S, serve_commands
 
 # Rows of the served checkpoint take 256 bytes. Multiples of a page fit every width.
 STEP_BYTES = 4096
@@ -111,7 +109,7 @@ class RawStreams:
 
     def __init__(self, target: str) -> None:
         self._channel = grpc.insecure_channel(target, options=RAW_OPTIONS)
-        self._start = self._channel.unary_stream(STREAM)
+        self._start: Any = self._channel.unary_stream(STREAM)
 
     def call(self, num_bytes: int, count: int) -> Callable[[], object]:
         indices = itertools.cycle(range(count))
@@ -158,7 +156,7 @@ class RawServer:
                 yield chunk
 
         _, service, method = STREAM.split("/")
-        handlers = {method: grpc.unary_stream_rpc_method_handler(stream)}
+        handlers: dict[str, Any] = {method: grpc.unary_stream_rpc_method_handler(stream)}
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
         uds = f"unix:{folder}/raw.sock"
         server.add_insecure_port(uds)
@@ -192,18 +190,18 @@ class Encoder:
         from encoder_service.config import parse_settings
         from encoder_service.ops.logs import configure_logs
 
-        place = Path(folder)
-        make_checkpoint(place / "model", "qwen3_5", "tiny", 0)
+        root = Path(folder)
+        make_checkpoint(root / "model", "qwen3_5", "tiny", 0)
         self._kind = kind
         configure_logs("text", "warning")
         settings = parse_settings(
-            model=place / "model",
+            model=root / "model",
             device="cuda:0" if kind == "device" else "cpu",
             dtype="float32",
             tower="plain",
-            listen=(f"unix:{place}/grpc.sock", f"{address}:0"),
+            listen=(f"unix:{root}/grpc.sock", f"{address}:0"),
             admin_listen="",
-            broker_path=f"{place}/broker.sock",
+            broker_path=f"{root}/broker.sock",
             torch_threads=1,
             drain_grace_s=1,
             **arenas_for(kind, num_bytes),
@@ -216,7 +214,7 @@ class Encoder:
             raise self._error
         from encoder_service.rpc.convert import CHUNK_BYTES
 
-        uds, tcp = self._service.addresses
+        uds, tcp = self._service.listen
         return {"uds": uds, "tcp": tcp, "chunk_bytes": CHUNK_BYTES}
 
     def fill(self, num_bytes: int, resident_bytes: int) -> None:
@@ -239,7 +237,7 @@ class Encoder:
             self._thread.join(10)
 
     async def _main(self, settings: Any) -> None:
-        from encoder_service.app import Service
+        from encoder_service.serve import Service
 
         self._loop = asyncio.get_running_loop()
         self._service = Service(settings)
@@ -261,7 +259,8 @@ class Encoder:
         tower, store = self._service.pipeline.model.tower, self._service.pipeline.store
         rows = torch.from_numpy(data).view(tower.dtype).view(-1, tower.width)
         grid = Grid(1, tower.merge_size * len(rows), tower.merge_size)
-        item = EncodedItem(key, hashlib.sha256(data).digest(), grid, rows, tower.num_deepstack_levels)
+        digest = hashlib.sha256(data.tobytes()).digest()
+        item = EncodedItem(key, digest, grid, rows, tower.num_deepstack_levels)
         reservation = store.reserve("", item)
         if reservation is None:
             raise MemoryError(f"the arena has no room for {data.nbytes} bytes more")

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import references
 import torch
-from references import FA3, FA3_OPERATOR, SDPA, LeftOut, captured, reason_of
 
+from bench import references
+from bench.references import FA3, FA3_OPERATOR, SDPA, LeftOut, captured, reason_of
 from encoder_service.engine.fast_path import Kernels, build_graph_runner, captured_runner, ladder_of
 from encoder_service.engine.graphs import GraphRunner
 from encoder_service.errors import VisionEncoderError

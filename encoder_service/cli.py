@@ -1,8 +1,8 @@
 """The command line: serve, encode, info, health, make-checkpoint.
 
 Owns arguments, output and exit codes. A command imports what it needs when it runs, so that a probe stays
-quick. Tokens come from the environment or a file, since every process of a host can read the arguments of the
-others.
+quick. Tokens also come from the environment or a file, since every process of a host can read the arguments
+of the others.
 """
 
 from __future__ import annotations
@@ -10,33 +10,49 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import enum
+import functools
+import inspect
 import os
 import sys
 import traceback
 from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperGroup
 
 if TYPE_CHECKING:
-    from encoder_service.app import Service
-    from lm_adapter import ClientTls, ClipItem, EncodedRows, EncoderError, ImageItem, VisionEncoderClient
+    from encoder_service.serve import Service
+    from lm_adapter import ClipItem, EncodedRows, EncoderError, ImageItem, VisionEncoderClient
 
-__all__ = ["announce", "app", "main"]
+__all__ = ["announce", "app", "leave", "main", "serve_command"]
 
 EXIT_FAILED = 1
 EXIT_CANNOT_START = 2
 DEFAULT_SERVER = "127.0.0.1:50051"
-SERVICE = "vision_encoder.v1.VisionEncoder"
 # How a clip's file begins: Matroska and WebM; boxes of MP4 and MOV, of which one names what follows.
 EBML, FIRST_BOXES = b"\x1aE\xdf\xa3", frozenset((b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip"))
 STILL_BRANDS = frozenset((b"avif", b"avis", b"mif1", b"msf1", b"heic", b"heix", b"heim", b"heis"))
 ROWS_FORMAT = "vision_encoder.rows.v1"
 
+
+class Commands(TyperGroup):
+    """All commands. The options of ``serve`` are made only when they are needed: the settings take 0.3 s to
+    import, for which a probe should not wait."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return ["serve", *super().list_commands(ctx)]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        return serve_command() if cmd_name == "serve" else super().get_command(ctx, cmd_name)
+
+
 app = typer.Typer(
     name="vision-encoder",
+    cls=Commands,
     help="A vision encoder as its own service: image in, visual tokens out, addressed by content.",
     no_args_is_help=True,
     add_completion=False,
@@ -51,7 +67,7 @@ def main() -> None:
 
 def plain(text: str) -> str:
     """The text on one line of any terminal: what it would interpret, or cannot show, is escaped. File names
-    and a server's words may hold line breaks, escape codes, and bytes that are no text."""
+    and a server's messages may hold line breaks, escape codes, and bytes that are no text."""
     shown = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
     encoding = sys.stdout.encoding or "utf-8"
     return shown.encode(encoding, "backslashreplace").decode(encoding)
@@ -68,64 +84,50 @@ def fail(message: str, code: int = EXIT_FAILED) -> NoReturn:
     raise typer.Exit(code)
 
 
+def with_options(
+    function: Callable[..., None], parameters: Iterable[inspect.Parameter]
+) -> Callable[..., None]:
+    """The function, of which Typer sees these parameters in place of its own. They come by keyword."""
+    keywords = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in parameters]
+    function.__signature__ = inspect.Signature(keywords)  # type: ignore[attr-defined]
+    return function
+
+
 # -- serve ---------------------------------------------------------------------------------------------
 
 
-@app.command()
-def serve(
-    model: Annotated[
-        Path | None, typer.Option(help="Checkpoint directory in the hub's layout (VE_MODEL).")
-    ] = None,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda:N (VE_DEVICE).")] = None,
-    dtype: Annotated[
-        str | None, typer.Option(help="Of weights and rows; bfloat16 on a GPU, float32 on the CPU.")
-    ] = None,
-    listen: Annotated[
-        list[str] | None, typer.Option(help="host:port or unix:/path; may be repeated (VE_LISTEN).")
-    ] = None,
-    admin_listen: Annotated[
-        str | None, typer.Option(help="host:port of the admin plane, '' for none (VE_ADMIN_LISTEN).")
-    ] = None,
-    serve_sglang: Annotated[
-        str | None, typer.Option(help="host:port for SGLang's own encoder protocol (VE_SERVE_SGLANG).")
-    ] = None,
-    serve_tokenspeed: Annotated[
-        str | None, typer.Option(help="IP:port for SMG gateways, as TokenSpeed's encode worker.")
-    ] = None,
-    tokenspeed_bootstrap_port: Annotated[
-        int | None, typer.Option(help="Port of that address for TokenSpeed's prefill workers.")
-    ] = None,
-    model_name: Annotated[str | None, typer.Option(help="Name that requests use.")] = None,
-    tower: Annotated[str | None, typer.Option(help="auto, or plain: no fused kernels, no graphs.")] = None,
-    attention: Annotated[
-        str | None, typer.Option(help="Attention backend on a GPU; auto measures what is installed.")
-    ] = None,
-    deterministic: Annotated[
-        bool | None, typer.Option("--deterministic", help="Rows do not depend on the rest of a batch.")
-    ] = None,
-    bucket_sizes: Annotated[str | None, typer.Option(help="Patches of each graph, comma separated.")] = None,
-    broker_path: Annotated[
-        str | None, typer.Option(help="Unix socket that hands out rows in shared memory (VE_BROKER_PATH).")
-    ] = None,
-    arena_bytes: Annotated[
-        int | None, typer.Option(help="Host memory for rows; shared with a broker.")
-    ] = None,
-    device_arena_bytes: Annotated[
-        int | None, typer.Option(help="With a broker, on a GPU: shared device memory for rows; 0 for none.")
-    ] = None,
-    drain_grace_s: Annotated[float | None, typer.Option(help="Time for in-flight work at stop.")] = None,
-    log_format: Annotated[str | None, typer.Option(help="text or json.")] = None,
-    log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
-) -> None:
-    """Serves one checkpoint until SIGTERM. Every setting can also come from the environment as VE_NAME."""
-    options = dict(locals())  # named as the settings are; None: not given
-    from encoder_service.app import serve as run
+@functools.cache
+def serve_command() -> Any:
+    """The command ``serve`` of Typer, with an option for each setting. Values are parsed by the settings."""
+    from encoder_service.config import settings_help
+
+    parameters = []
+    for name, setting in settings_help().items():
+        kind: Any = bool | None if setting.is_flag else list[str] | None if setting.is_list else str | None
+        option = typer.Option(help=setting.text, metavar=None if setting.is_flag else setting.value)
+        parameters.append(
+            inspect.Parameter(
+                name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind, option]
+            )
+        )
+    alone = typer.Typer(add_completion=False, rich_markup_mode=None)  # of rich, the table cuts names
+    alone.command("serve")(with_options(serve, parameters))
+    return typer.main.get_command(alone)
+
+
+def serve(**options: Any) -> None:
+    """Serves one checkpoint until SIGTERM.
+
+    Every option can also come from the environment: --max-calls as VE_MAX_CALLS. Several values are separated
+    by commas, or the option is repeated."""
     from encoder_service.config import parse_settings
     from encoder_service.errors import StartupError
     from encoder_service.ops.logs import configure_logs, never_wait
 
     try:
-        settings = parse_settings(**options)
+        settings = parse_settings(**given_options(options))
+        from encoder_service.serve import serve as run
+
         configure_logs(settings.log_format, settings.log_level, never_wait())
         code = asyncio.run(run(settings, announce))
     except StartupError as error:
@@ -135,16 +137,24 @@ def serve(
     leave(code)
 
 
+def given_options(options: Mapping[str, Any]) -> dict[str, str | bool]:
+    """Those that were given, as text or as a flag. Several values are separated by commas."""
+    return {
+        name: ",".join(value) if isinstance(value, (list, tuple)) else value
+        for name, value in options.items()
+        if value is not None and value != [] and value != ()
+    }
+
+
 def announce(service: Service) -> None:
     """The one line on standard output that says the service takes work. Without a reader it is lost."""
-    info = service.info()
-    assert info is not None
-    model = info.models[0]
-    admin = f" (admin http://{service.admin_address})" if service.admin_address else ""
+    assert service.info is not None
+    model = service.info.models[0]
+    admin = f" (admin http://{service.addresses['admin']})" if "admin" in service.addresses else ""
     with contextlib.suppress(OSError):  # a closed pipe or a full disk does not end the service
         print(
             f"ready: {model.name} ({model.family}) on {service.settings.device} "
-            f"at {' '.join(service.addresses)}{admin}",
+            f"at {' '.join(service.listen)}{admin}",
             flush=True,
         )
 
@@ -163,50 +173,32 @@ def leave(code: int, message: str = "") -> NoReturn:
 
 # -- how clients reach a service -----------------------------------------------------------------------
 
-ServerOption = Annotated[str, typer.Option(help="host:port or unix:/path of a running service.")]
-TlsOption = Annotated[
-    bool, typer.Option("--tls", help="TLS by the public authorities; the three below imply it.")
-]
-CaOption = Annotated[Path | None, typer.Option(help="PEM authorities of the server's certificate.")]
-CertOption = Annotated[Path | None, typer.Option(help="PEM certificate of this client, for mutual TLS.")]
-KeyOption = Annotated[Path | None, typer.Option(help="PEM key of --cert.")]
-ServerNameOption = Annotated[
-    str, typer.Option(help="Name in the server's certificate; default: the host of --server.")
-]
-TokenOption = Annotated[
-    str,
-    typer.Option(
-        envvar="VISION_ENCODER_TOKEN",
-        help="Token of the namespace; better in this variable or --token-file than as an argument.",
-    ),
-]
-TokenFileOption = Annotated[Path | None, typer.Option(help="File whose only line is the token.")]
-NamespaceOption = Annotated[str, typer.Option(help="Namespace of rows and keys; the token must open it.")]
-
 
 @dataclass(frozen=True)
 class Connection:
-    """The options above."""
+    """The options of every command that calls a service, with their help texts."""
 
-    server: str
-    tls: bool = False
-    ca: Path | None = None
-    cert: Path | None = None
-    key: Path | None = None
-    server_name: str = ""
-    token: str = ""
-    token_file: Path | None = None
-    namespace: str = ""
-
-    def client_tls(self) -> ClientTls | None:
-        """None for a channel in clear. Raises InvalidRequest for half a pair."""
-        from lm_adapter import ClientTls
-
-        if not (self.tls or self.ca or self.cert or self.key):
-            if self.server_name:
-                fail("--server-name is for TLS: give --tls or --ca too")
-            return None
-        return ClientTls(self.ca or "", self.cert or "", self.key or "", self.server_name)
+    server: Annotated[str, typer.Option(help="host:port or unix:/path of a running service.")] = (
+        DEFAULT_SERVER
+    )
+    tls: Annotated[
+        bool, typer.Option("--tls", help="TLS by the public authorities; the three below imply it.")
+    ] = False
+    ca: Annotated[Path | None, typer.Option(help="PEM authorities of the server's certificate.")] = None
+    cert: Annotated[Path | None, typer.Option(help="PEM certificate of this client, for mutual TLS.")] = None
+    key: Annotated[Path | None, typer.Option(help="PEM key of --cert.")] = None
+    server_name: Annotated[
+        str, typer.Option(help="Name in the server's certificate; default: the host of --server.")
+    ] = ""
+    token: Annotated[
+        str,
+        typer.Option(
+            envvar="VISION_ENCODER_TOKEN",
+            help="Token of the namespace; better in this variable or --token-file than as an argument.",
+        ),
+    ] = ""
+    token_file: Annotated[Path | None, typer.Option(help="File whose only line is the token.")] = None
+    namespace: Annotated[str, typer.Option(help="Namespace of rows and keys; the token must open it.")] = ""
 
     def read_token(self) -> str:
         """Raises InvalidRequest for a file without exactly one token."""
@@ -215,12 +207,17 @@ class Connection:
         return self.token if self.token_file is None else read_token_file(self.token_file)
 
     def client(self, timeout_s: float, *, fleet: bool = False) -> VisionEncoderClient:
-        """Raises EncoderError."""
-        from lm_adapter import VisionEncoderClient
+        """Raises EncoderError. Ends the command for a server name without TLS."""
+        from lm_adapter import ClientTls, VisionEncoderClient
 
+        tls = None
+        if self.tls or self.ca or self.cert or self.key:
+            tls = ClientTls(self.ca or "", self.cert or "", self.key or "", self.server_name)
+        elif self.server_name:
+            fail("--server-name is for TLS: give --tls or --ca too")
         return VisionEncoderClient(
             self.server,
-            tls=self.client_tls(),
+            tls=tls,
             namespace=self.namespace,
             token=self.read_token(),
             timeout_s=timeout_s,
@@ -228,21 +225,28 @@ class Connection:
         )
 
 
+def calls_a_service(command: Callable[..., None]) -> Callable[..., None]:
+    """The command with the options of ``Connection`` in place of its parameter ``connection``."""
+    own = inspect.signature(command, eval_str=True).parameters
+    connection_options = inspect.signature(Connection, eval_str=True).parameters
+
+    @functools.wraps(command)
+    def run(**options: Any) -> None:
+        connection = Connection(**{name: options.pop(name) for name in connection_options})
+        command(connection=connection, **options)
+
+    parameters = [*connection_options.values(), *(own[name] for name in own if name != "connection")]
+    return with_options(run, parameters)
+
+
 # -- encode --------------------------------------------------------------------------------------------
 
 
 @app.command()
+@calls_a_service
 def encode(
+    connection: Connection,
     images: Annotated[list[Path], typer.Argument(help="Image files, and clips: MP4, MOV, WebM, Matroska.")],
-    server: ServerOption = DEFAULT_SERVER,
-    tls: TlsOption = False,
-    ca: CaOption = None,
-    cert: CertOption = None,
-    key: KeyOption = None,
-    server_name: ServerNameOption = "",
-    token: TokenOption = "",
-    token_file: TokenFileOption = None,
-    namespace: NamespaceOption = "",
     out: Annotated[Path | None, typer.Option(help="Writes rows.<i> and grid_thw.<i> as safetensors.")] = None,
     min_pixels: Annotated[int | None, typer.Option(help="Qwen: smallest target area.")] = None,
     max_pixels: Annotated[int | None, typer.Option(help="Qwen: largest target area.")] = None,
@@ -255,7 +259,6 @@ def encode(
     """Encodes image files and clips and shows what came back; exits with 1 when any failed."""
     from lm_adapter import ClipItem, EncodedRows, ImageItem, PreprocessOptions
 
-    connection = Connection(server, tls, ca, cert, key, server_name, token, token_file, namespace)
     of_images = PreprocessOptions(min_pixels=min_pixels, max_pixels=max_pixels)
     of_clips = replace(of_images, fps=fps, max_frames=max_frames)
     items: dict[int, ImageItem | ClipItem] = {}
@@ -383,16 +386,9 @@ def write_rows(out: Path, encoded: dict[int, EncodedRows], images: list[Path]) -
 
 
 @app.command()
+@calls_a_service
 def info(
-    server: ServerOption = DEFAULT_SERVER,
-    tls: TlsOption = False,
-    ca: CaOption = None,
-    cert: CertOption = None,
-    key: KeyOption = None,
-    server_name: ServerNameOption = "",
-    token: TokenOption = "",
-    token_file: TokenFileOption = None,
-    namespace: NamespaceOption = "",
+    connection: Connection,
     timeout_s: Annotated[float, typer.Option(help="Seconds for the whole call.")] = 30.0,
 ) -> None:
     """Shows what a running service serves, its limits and its transports; with a namespace or a token, also
@@ -402,17 +398,16 @@ def info(
 
     from lm_adapter import EncoderError
 
-    connection = Connection(server, tls, ca, cert, key, server_name, token, token_file, namespace)
     try:
         with connection.client(timeout_s) as client:
             answer = client.info()
-            is_named = bool(namespace or connection.read_token())
+            is_named = bool(connection.namespace or connection.read_token())
             if is_named:
                 client.lookup([bytes(32)])  # no key is all zeros; a refusal is the answer
     except EncoderError as error:
-        fail(f"{server}: {error}")
+        fail(f"{connection.server}: {error}")
 
-    table = Table(show_header=False, title=plain(server))
+    table = Table(show_header=False, title=plain(connection.server))
 
     def add(name: str, value: str) -> None:
         table.add_row(name, plain(value))
@@ -420,7 +415,7 @@ def info(
     add("server", f"{answer.server_version} on {answer.device}, instance {answer.instance_id[:12]}")
     add("protocol", f"{answer.min_protocol_version} to {answer.protocol_version}")
     if is_named:
-        add("namespace", f"{namespace!r} is open to this caller")
+        add("namespace", f"{connection.namespace!r} is open to this caller")
     for model in answer.models:
         for name, value in (
             vars(model) | {"modalities": ", ".join(one.value for one in model.modalities)}
@@ -436,41 +431,21 @@ def info(
 
 
 @app.command()
+@calls_a_service
 def health(
-    server: ServerOption = DEFAULT_SERVER,
-    tls: TlsOption = False,
-    ca: CaOption = None,
-    cert: CertOption = None,
-    key: KeyOption = None,
-    server_name: ServerNameOption = "",
-    token: TokenOption = "",
-    token_file: TokenFileOption = None,
+    connection: Connection,
     timeout_s: Annotated[float, typer.Option(help="Seconds to wait for the answer.")] = 3.0,
 ) -> None:
     """Exits with 0 when the service says SERVING, with 1 otherwise: for container probes. The service needs
     no token for this; a proxy in front of it may."""
-    import grpc
-    from grpc_health.v1 import health_pb2, health_pb2_grpc
+    from lm_adapter import CallFailed, EncoderError
 
-    from lm_adapter import EncoderError
-    from lm_adapter.channel import bearer, channel_options
-
-    connection = Connection(server, tls, ca, cert, key, server_name, token, token_file)
-    try:
-        secured, metadata = connection.client_tls(), bearer(connection.read_token())
-        credentials = None if secured is None else secured.credentials()
-    except EncoderError as error:
-        fail(f"{server}: {error}")
-    options, request = channel_options(tls=secured), health_pb2.HealthCheckRequest(service=SERVICE)
-    if credentials is None:
-        channel = grpc.insecure_channel(server, options)
-    else:
-        channel = grpc.secure_channel(server, credentials, options)
     is_serving = False
-    with channel, contextlib.suppress(grpc.RpcError):
-        check = health_pb2_grpc.HealthStub(channel).Check  # type: ignore[attr-defined]
-        answer = check(request, timeout=timeout_s, metadata=metadata)
-        is_serving = answer.status == health_pb2.HealthCheckResponse.SERVING
+    try:
+        with connection.client(timeout_s) as client, contextlib.suppress(CallFailed):
+            is_serving = client.is_serving()
+    except EncoderError as error:
+        fail(f"{connection.server}: {error}")
     print("SERVING" if is_serving else "NOT SERVING")
     raise typer.Exit(0 if is_serving else EXIT_FAILED)
 

@@ -10,8 +10,10 @@ import ipaddress
 import os
 import re
 import urllib.parse
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, ValidationError, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
@@ -22,10 +24,12 @@ MIB = 1 << 20
 GIB = 1 << 30
 ENV_PREFIX = "VE_"
 MAX_UNIX_PATH_BYTES = 107
+# Of a number, by a word of its setting's name.
+UNITS = {"bytes": "bytes", "s": "seconds", "patches": "patches", "pixels": "pixels"}
 
 
 def split_list(value: object) -> object:
-    """A comma list, from the environment or the command line."""
+    """The values of a comma list, from the environment or the command line."""
     if not isinstance(value, str):
         return value
     return tuple(part.strip() for part in value.split(",")) if value.strip() else ()
@@ -192,7 +196,8 @@ class Settings(BaseSettings):
     admin_tls: bool = Field(False, description="The admin plane speaks TLS too, with the same certificate.")
     admin_token: SecretStr | None = Field(
         None,
-        description="Token of the admin plane; /healthz and /readyz need none. Not set: no token needed.",
+        description="Token of the admin plane, safer in the environment than as an option; /healthz and "
+        "/readyz need none. Not set: no token needed.",
     )
     tokens_file: Path | None = Field(
         None,
@@ -396,8 +401,56 @@ def parse_settings(**given: object) -> Settings:
     try:
         return Settings(**{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
     except ValidationError as error:
-        problems = "; ".join(
-            f"{'.'.join(str(part) for part in entry['loc']) or 'settings'}: {entry['msg']}"
-            for entry in error.errors()
-        )
+        problems = "; ".join(problem_text(problem) for problem in error.errors())
         raise ConfigurationError(f"invalid settings: {problems}") from None
+
+
+def problem_text(problem: Mapping[str, Any]) -> str:
+    """One error of pydantic with the setting's names, and with its value unless the message has it or the
+    value is secret."""
+    path, message = problem["loc"], problem["msg"].removeprefix("Value error, ")
+    field = Settings.model_fields.get(str(path[0])) if path else None
+    text = ".".join(map(str, path))
+    if field is None:  # several settings, or an unknown one
+        return f"{text}: {message}" if text else message
+    if problem["type"] not in ("missing", "value_error") and SecretStr not in get_args(field.annotation):
+        text += f" is {problem['input']!r}"
+    name = str(path[0])
+    return f"{text} (--{name.replace('_', '-')}, {ENV_PREFIX}{name.upper()}): {message}"
+
+
+@dataclass(frozen=True)
+class SettingHelp:
+    """value: what to write: a unit, the choices or a kind. text: meaning, bounds and default."""
+
+    value: str
+    text: str
+    is_flag: bool = False
+    is_list: bool = False
+
+
+def settings_help() -> dict[str, SettingHelp]:
+    """By name, in the order of the class."""
+    return {
+        name: setting_help(name, field) for name, field in Settings.model_json_schema()["properties"].items()
+    }
+
+
+def setting_help(name: str, field: Mapping[str, Any]) -> SettingHelp:
+    """field: its JSON schema."""
+    # An optional setting's type and bounds are those of its first alternative; the second is null.
+    schema = {**field, **next(iter(field.get("anyOf", ())), {})}
+    kinds = {"boolean": "flag", "array": "value,...", "object": "name=value,...", "string": "text"}
+    units = [UNITS[word] for word in name.split("_") if word in UNITS]
+    value = kinds.get(schema["type"]) or (units[-1] if units else "number")
+    value = "|".join(schema.get("enum", ())) or schema.get("format") or value
+    least, most, default = (schema.get(key) for key in ("minimum", "maximum", "default"))
+    facts = [] if least is None else [f"at least {least}" if most is None else f"{least} to {most}"]
+    if "default" not in schema:
+        facts.append("required")
+    elif isinstance(default, list) and default:
+        facts.append(f"default {','.join(default)}")
+    elif default not in (None, "", [], {}):
+        facts.append(f"default {str(default).lower()}")
+    text = f"{field['description']} ({', '.join(facts)})" if facts else field["description"]
+    return SettingHelp(value, text, schema["type"] == "boolean", schema["type"] in ("array", "object"))

@@ -125,6 +125,10 @@ class AsyncVisionEncoderClient:
         """The server's models, limits and transports, requested now. Raises ProtocolMismatch."""
         return await self._server.request_info(self._deadline(timeout_s))
 
+    async def is_serving(self, *, timeout_s: float | None = None) -> bool:
+        """Whether the health check of the server at ``target`` says SERVING now. Raises CallFailed."""
+        return await self._server.is_serving(self._deadline(timeout_s))
+
     async def wait_ready(self, timeout_s: float) -> ServerInfo:
         """Waits until the server answers and its health check says SERVING.
 

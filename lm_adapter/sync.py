@@ -98,6 +98,9 @@ class VisionEncoderClient:
     def info(self, *, timeout_s: float | None = None) -> ServerInfo:
         return self._run(lambda: self._client.info(timeout_s=timeout_s))
 
+    def is_serving(self, *, timeout_s: float | None = None) -> bool:
+        return self._run(lambda: self._client.is_serving(timeout_s=timeout_s))
+
     def wait_ready(self, timeout_s: float) -> ServerInfo:
         return self._run(lambda: self._client.wait_ready(timeout_s))
 

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import os
-import shutil
-import sys
-from pathlib import Path
 
 import pytest
+
+from bench.harness import processes
 
 ARE_REQUIRED = bool(os.environ.get("REQUIRE_PROGRAMS"))
 
 
 def program(name: str) -> str:
-    """The program's path: beside this interpreter, where wheels put theirs, or on PATH."""
-    found = shutil.which(name, path=str(Path(sys.executable).parent)) or shutil.which(name)
-    if found is None:
-        (pytest.fail if ARE_REQUIRED else pytest.skip)(f"{name} is not installed")
-    return found
+    try:
+        return processes.program(name)
+    except FileNotFoundError as error:
+        (pytest.fail if ARE_REQUIRED else pytest.skip)(str(error))

@@ -1,8 +1,8 @@
 """The admin plane's HTTP application: liveness, readiness, metrics, server info, the page and its playground.
 
-Owns the routes, the page's security headers and the mapping from errors to HTTP statuses. Answers come from
-counters and flags in memory and never wait for the device; only the playground encodes. The page loads
-nothing from another host, and its content security policy forbids it.
+Owns the routes and the page's security headers. Answers come from counters and flags in memory and never wait
+for the device; only the playground encodes. The page loads nothing from another host, which its content
+security policy forbids.
 """
 
 from __future__ import annotations
@@ -18,17 +18,9 @@ from google.protobuf.json_format import MessageToDict
 from starlette.requests import ClientDisconnect
 
 from encoder_service.admin.playground import Playground
-from encoder_service.errors import (
-    BodyTooLarge,
-    DeadlineExceeded,
-    ImageTooLarge,
-    InternalError,
-    InvalidInput,
-    Overloaded,
-    Unavailable,
-    VisionEncoderError,
-)
+from encoder_service.errors import InvalidInput, VisionEncoderError
 from encoder_service.ops.http_server import read_body
+from encoder_service.ops.http_status import http_status
 from encoder_service.ops.metrics import CONTENT_TYPE, Metrics
 from vision_encoder.v1 import encoder_pb2 as pb
 
@@ -50,15 +42,6 @@ FILES = {
 UPLOAD_TYPE = "application/octet-stream"
 # Rendering takes milliseconds on the event loop.
 EXPOSE_EVERY_S = 0.1
-STATUSES: dict[type[VisionEncoderError], int] = {
-    BodyTooLarge: 413,
-    ImageTooLarge: 413,
-    InvalidInput: 400,
-    Overloaded: 429,
-    Unavailable: 503,
-    DeadlineExceeded: 504,
-    InternalError: 500,
-}
 
 
 class Readiness(Protocol):
@@ -67,9 +50,11 @@ class Readiness(Protocol):
     def is_alive(self) -> bool:
         """False once the process should be restarted."""
 
-    def not_ready_because(self) -> str | None:
+    @property
+    def not_ready(self) -> str | None:
         """The reason why the service accepts no work now; None when it does."""
 
+    @property
     def info(self) -> pb.GetServerInfoResponse | None:
         """The answer of GetServerInfo, or None before the model is loaded."""
 
@@ -97,7 +82,7 @@ def probes(readiness: Readiness, metrics: Metrics, playground_max_bytes: int) ->
 
     @router.get("/readyz")
     async def readyz(response: Response) -> dict[str, str]:
-        reason = readiness.not_ready_because()
+        reason = readiness.not_ready
         response.status_code = 200 if reason is None else 503
         return {"status": "ready"} if reason is None else {"status": "not ready", "reason": reason}
 
@@ -107,10 +92,10 @@ def probes(readiness: Readiness, metrics: Metrics, playground_max_bytes: int) ->
 
     @router.get("/v1/info")
     async def info(response: Response) -> dict[str, Any]:
-        message = readiness.info()
+        message = readiness.info
         if message is None:
             response.status_code = 503
-            return {"status": "not ready", "reason": readiness.not_ready_because()}
+            return {"status": "not ready", "reason": readiness.not_ready}
         return info_dict(message) | {"playground_max_bytes": playground_max_bytes}
 
     return router
@@ -184,11 +169,9 @@ def page(playground: Playground | None) -> APIRouter:
 
 
 def failure(error: VisionEncoderError) -> JSONResponse:
-    """An error as an HTTP response. The status is that of the error's class or of its nearest ancestor in
-    STATUSES; 500 for others."""
-    status = next((STATUSES[cls] for cls in type(error).__mro__ if cls in STATUSES), 500)
+    """An error as an HTTP response, with the delay of a retry if there is one."""
     headers = dict(HEADERS)
     if error.retry_after_ms:
         headers["Retry-After"] = str(math.ceil(error.retry_after_ms / 1e3))
     body: dict[str, Any] = {"reason": error.reason, "message": error.message}
-    return JSONResponse(body, status_code=status, headers=headers)
+    return JSONResponse(body, status_code=http_status(error), headers=headers)

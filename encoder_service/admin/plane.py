@@ -137,12 +137,12 @@ def is_known_host(host: str, own_names: Collection[str]) -> bool:
     Such names are addresses, because then the browser was given the address; own_names; names without a dot
     and those of PRIVATE_DOMAINS, which public DNS does not have.
     """
-    found = HOST.fullmatch(host.lower())
-    if found is None:
+    parts = HOST.fullmatch(host.lower())
+    if parts is None:
         return False
-    if found["address"]:
+    if parts["address"]:
         return True
-    name = found["name"].removesuffix(".")
+    name = parts["name"].removesuffix(".")
     if "." not in name or name in own_names or name.endswith(PRIVATE_DOMAINS):
         return True
     with contextlib.suppress(ValueError):

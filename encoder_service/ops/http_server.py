@@ -67,7 +67,7 @@ RESET = struct.pack("ii", 1, 0)
 
 @dataclass(frozen=True)
 class HttpLimits:
-    """Of one server. max_connections: also bounds the requests. max_body_bytes: of one request.
+    """Limits of one server. max_connections: also bounds the requests. max_body_bytes: of one request.
     max_bodies_bytes: of all requests in progress; at least max_body_bytes."""
 
     max_connections: int
@@ -76,7 +76,9 @@ class HttpLimits:
 
 
 class HttpServer:
-    """Serves one application on one address. The socket is bound at once. The service handles signals."""
+    """Serves one application on one address. The socket is bound at once. Signals are left to the service.
+
+    connections, requests: what is in progress, and its limits."""
 
     def __init__(
         self, app: ASGIApp, address: str, limits: HttpLimits, tls: ssl.SSLContext | None = None
@@ -85,10 +87,11 @@ class HttpServer:
         self._socket = bind_tcp(address)
         host, port = self._socket.getsockname()[:2]
         self.address = f"{host}:{port}"
-        self._connections = Connections(limits.max_connections)
+        self.connections = Connections(limits.max_connections)
+        self.requests = RequestLimits(app, limits)
         config = uvicorn.Config(
-            RequestLimits(app, limits),
-            http=functools.partial(_HttpProtocol, self._connections, tls),  # type: ignore[arg-type]
+            self.requests,
+            http=functools.partial(_HttpProtocol, self.connections, tls),  # type: ignore[arg-type]
             ws="none",
             log_config=None,
             access_log=False,
@@ -97,22 +100,25 @@ class HttpServer:
             proxy_headers=False,
             timeout_graceful_shutdown=STOP_S,
         )
-        self._server = _Uvicorn(config, self._connections)
+        self._server = _Uvicorn(config, self.connections)
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
+        """Connections are accepted once this returns."""
+        self._socket.setblocking(False)
+        self._socket.listen(BACKLOG)
         self._task = asyncio.get_running_loop().create_task(self._server.serve(sockets=[self._socket]))
 
     async def stop(self) -> None:
         self._server.should_exit = True
         if self._task is not None:
             await self._task
-        self._connections.end_all()
+        self.connections.end_all()
         self._socket.close()
 
 
 class _Uvicorn(uvicorn.Server):
-    """uvicorn with an accept loop of its own; asyncio's takes what waits before anything else is done."""
+    """uvicorn with an accept loop of its own: asyncio's accepts all waiting connections before other work."""
 
     def __init__(self, config: uvicorn.Config, connections: Connections) -> None:
         super().__init__(config)
@@ -126,8 +132,6 @@ class _Uvicorn(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         for listening in sockets or ():
-            listening.setblocking(False)
-            listening.listen(BACKLOG)
             self._accepting.append(asyncio.create_task(self._accept(listening)))
         self.started = True
 
@@ -138,7 +142,7 @@ class _Uvicorn(uvicorn.Server):
         await super().shutdown(sockets)
 
     async def _accept(self, listening: socket.socket) -> None:
-        """One connection at a time, so that others on the loop have their turns."""
+        """Accepts one connection at a time, so that the loop runs other work in between."""
         loop, protocol = (
             asyncio.get_running_loop(),
             cast("type[H11Protocol]", self.config.http_protocol_class),
@@ -148,7 +152,7 @@ class _Uvicorn(uvicorn.Server):
         while True:
             try:
                 accepted, _ = await loop.sock_accept(listening)
-            except OSError as error:  # others than those: the peer has left before
+            except OSError as error:  # with other codes: the peer has left already
                 if error.errno in NO_DESCRIPTORS:
                     if has_descriptors:
                         log.warning("no connection can be accepted", error=error.strerror)
@@ -163,24 +167,24 @@ class _Uvicorn(uvicorn.Server):
 
 
 class Connections:
-    """The connections of one server, and which of them wait for their peers. num_displaced: connections that
-    ended for others, or before they began, because there was no room."""
+    """The connections of one server, and which of them wait for their peers. shares: all connections, counted
+    by peer. num_displaced: connections that ended because there was no room: for a newer one, or at once."""
 
     def __init__(self, max_connections: int) -> None:
         self.num_displaced = 0
-        self._shares = Shares(max_connections)
+        self.shares = Shares(max_connections)
         self._all: set[_HttpProtocol] = set()
-        self._waiting: dict[_HttpProtocol, None] = {}
+        self.waiting: dict[_HttpProtocol, None] = {}
         """Those that have waited the longest come first."""
 
     def admit(self, connection: _HttpProtocol) -> bool:
-        """Counts a connection until ``remove``; makes room for it where there is none. False: none can be
-        made."""
+        """Counts a connection until ``remove``. If there is no room, ends one that waits for its peer. False
+        if none does."""
         holder = connection.holder
-        while not self._shares.take(holder):
-            own = (other for other in self._waiting if other.holder == holder)
-            is_full = self._shares.num_used >= self._shares.limit
-            displaced = next(own, next(iter(self._waiting), None) if is_full else None)
+        while not self.shares.take(holder):
+            own = (other for other in self.waiting if other.holder == holder)
+            is_full = self.shares.num_used >= self.shares.limit
+            displaced = next(own, next(iter(self.waiting), None) if is_full else None)
             self.num_displaced += 1
             if displaced is None:
                 return False
@@ -194,14 +198,14 @@ class Connections:
         self.note(connection, waits=False)
         if connection in self._all:
             self._all.remove(connection)
-            self._shares.give_back(connection.holder)
+            self.shares.give_back(connection.holder)
 
     def note(self, connection: _HttpProtocol, *, waits: bool) -> None:
-        """waits: for its peer, from now on."""
+        """Notes whether the connection waits for its peer from now on."""
         if not waits:
-            self._waiting.pop(connection, None)
+            self.waiting.pop(connection, None)
         elif connection in self._all:
-            self._waiting[connection] = None
+            self.waiting[connection] = None
 
     def end_all(self) -> None:
         for connection in list(self._all):
@@ -212,8 +216,8 @@ class Connections:
 class _HttpProtocol(H11Protocol):
     """One connection. It is counted before its TLS handshake."""
 
-    def __init__(self, connections: Connections, tls: ssl.SSLContext | None, **given: Any) -> None:
-        super().__init__(**given)
+    def __init__(self, connections: Connections, tls: ssl.SSLContext | None, **uvicorn_options: Any) -> None:
+        super().__init__(**uvicorn_options)
         self.holder: Holder = ("",)
         self._connections, self._tls = connections, tls
         self._socket_transport: asyncio.Transport | None = None
@@ -279,8 +283,8 @@ class _HttpProtocol(H11Protocol):
         assert self._socket_transport is not None
         if self.flow is not None and self.flow.write_paused:
             # By a reset: otherwise the kernel would keep what the peer does not read.
-            found = self._socket_transport.get_extra_info("socket")
-            found.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
+            connection = self._socket_transport.get_extra_info("socket")
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
         self._socket_transport.abort()
 
     def _leave(self) -> None:
@@ -304,15 +308,15 @@ class _HttpProtocol(H11Protocol):
 class RequestLimits:
     """ASGI middleware: bounds requests in progress and their bodies, in number, bytes and time.
 
-    What is received of a body raises BodyTooLarge, QueueFull or DeadlineExceeded in the application, which
-    answers in its own form.
+    Receiving a body raises BodyTooLarge, QueueFull or DeadlineExceeded in the application, which answers in
+    its own form. bodies: bytes held, by peer.
     """
 
     def __init__(self, app: ASGIApp, limits: HttpLimits) -> None:
         self._app = app
         self._max_body_bytes = limits.max_body_bytes
         self._requests = Shares(max(1, int(limits.max_connections * REQUESTS_SHARE)))
-        self._bodies = Shares(limits.max_bodies_bytes)
+        self.bodies = Shares(limits.max_bodies_bytes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] in HEALTH_PATHS:
@@ -322,7 +326,7 @@ class RequestLimits:
         if not self._requests.take(holder):
             await self._refusal(holder)(scope, receive, send)
             return
-        exchange = _Exchange(Headers(scope=scope), receive, send, self._bodies, holder, self._max_body_bytes)
+        exchange = _Exchange(Headers(scope=scope), receive, send, self.bodies, holder, self._max_body_bytes)
         try:
             await self._app(scope, exchange.receive, exchange.send)
         finally:
@@ -400,7 +404,7 @@ class _Exchange:
         self._num_held = 0
 
     def _hold(self, num_bytes: int) -> None:
-        """Holds at least that many bytes of the body."""
+        """Holds at least this many bytes of the body."""
         if num_bytes <= self._num_held:
             return
         if num_bytes > self._max_bytes:
@@ -410,7 +414,7 @@ class _Exchange:
                 max_bytes=self._max_bytes,
             )
         bodies, holder = self._bodies, self._holder
-        self.release()  # a body is taken as a whole: one alone may have the whole limit
+        self.release()  # taken again as a whole, because one body alone may have the whole limit
         if not bodies.take(holder, num_bytes):
             raise QueueFull(
                 f"bodies of other requests have {bodies.num_used} bytes of {bodies.limit}, those of this "
@@ -438,7 +442,7 @@ async def read_body(request: Request) -> bytes:
 
 
 def peer_address(address: tuple[Any, ...] | None) -> str:
-    """The peer's IP address of a connection's; empty where it has none."""
+    """The IP address of a connection's peer; empty if it has none."""
     return str(address[0]) if address else ""
 
 

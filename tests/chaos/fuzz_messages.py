@@ -7,7 +7,7 @@ mean nothing, and bytes that are nearly a message. All of it follows from one ra
 from __future__ import annotations
 
 import random
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from google.protobuf.descriptor import FieldDescriptor
@@ -147,7 +147,7 @@ def fill(rng: random.Random, message: Message, depth: int) -> None:
             fill(rng, child, depth - 1)
 
 
-def scalar(rng: random.Random, field: FieldDescriptor) -> object:
+def scalar(rng: random.Random, field: Any) -> object:
     kind = field.cpp_type
     if kind in (FieldDescriptor.CPPTYPE_DOUBLE, FieldDescriptor.CPPTYPE_FLOAT):
         return rng.choice(FLOATS)

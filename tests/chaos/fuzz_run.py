@@ -25,6 +25,7 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import grpc
 import numpy as np
@@ -107,7 +108,7 @@ class Fuzz:
             grpc.insecure_channel(self._service.target) as channel,
             ThreadPoolExecutor(NUM_CALLERS) as callers,
         ):
-            self._channel = channel
+            self._channel: Any = channel
             self._many(callers, range(warm))
             wait_until_free(self._service)
             before = self._figures()
@@ -198,7 +199,7 @@ class Fuzz:
         report.complaints += [
             f"{name} is {number} without a caller" for name, number in held(self._service).items() if number
         ]
-        engine = self._service.service._engine
+        engine = self._service.service.engine
         if engine is None or engine.fault is not None:
             report.complaints.append("the engine has a fault")
 

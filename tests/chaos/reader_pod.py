@@ -33,6 +33,7 @@ from lm_adapter import (
     ImageItem,
     VisionEncoderClient,
 )
+from lm_adapter.calls import Server
 from lm_adapter.shm.reader import MappedArena
 from tests.integration.images import photo
 from tests.unit.lm_adapter.connector_rig import Engine, Image, engine_config
@@ -43,12 +44,20 @@ RELATIVE = 2e-2
 _requests: ContextVar[list[int]] = ContextVar("requests")
 
 
-class CountingClient(AsyncVisionEncoderClient):
-    """Adds an entry to ``_requests`` of the calling task for every stream of rows that it asks for."""
+@contextmanager
+def counted_requests() -> Iterator[None]:
+    """Every request for rows adds an entry to ``_requests`` of the task that calls the client."""
+    stream: Callable[..., Any] = Server.stream
 
-    async def _stream(self, *arguments: Any) -> None:
+    def counted(self: Server, *arguments: Any) -> Any:
         _requests.get().append(1)
-        await super()._stream(*arguments)
+        return stream(self, *arguments)
+
+    Server.stream = counted  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        Server.stream = stream  # type: ignore[method-assign]
 
 
 @contextmanager
@@ -183,7 +192,9 @@ class ReaderPod:
         count: Counter[str] = Counter()
         reasons: Counter[str] = Counter()
         device = "cuda:0" if self.device.type == "cuda" else None
-        async with CountingClient(self.target, transports=transports, device=device, timeout_s=20) as client:
+        async with AsyncVisionEncoderClient(
+            self.target, transports=transports, device=device, timeout_s=20
+        ) as client:
             await client.wait_transport()
             ends_s = time.monotonic() + seconds
 
@@ -206,7 +217,7 @@ class ReaderPod:
                     count["without_request"] += not requests
                     count["most_requests"] = max(count["most_requests"], len(requests))
 
-            with late_reads(late_s):
+            with late_reads(late_s), counted_requests():
                 await asyncio.gather(*(read(random.getrandbits(31)) for _ in range(num_readers)))
         return {"reasons": reasons, **{name: count[name] for name in RESULTS}}
 
@@ -239,7 +250,7 @@ class ReaderPod:
             time.sleep(1)  # the ranks' clients attach in the background
             self._load(engine, chosen[1:])
             time.sleep(0.5)  # reads are reported ten times a second
-            transports = {reader._transport for reader in engine.readers}
+            transports = {reader.transport for reader in engine.readers}
         finally:
             engine.close()
         read = [(name, rows) for cache in engine.caches for name, rows in cache.items()]

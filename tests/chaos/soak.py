@@ -27,10 +27,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bench.harness.pods import EncoderPod
+from bench.harness.waiting import wait_until
 from encoder_service.checkpoints.synthetic import make_checkpoint
-from tests.chaos.pods import EncoderPod
 from tests.unit.transport.broker_rig import num_descriptors
-from tests.waiting import wait_until
 
 MIB = 1 << 20
 # Small enough that caches and queues fill and turn over within a minute.

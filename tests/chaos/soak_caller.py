@@ -19,6 +19,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import grpc
 import numpy as np
@@ -127,10 +128,12 @@ class Callers:
         call = make_call(rng)
         try:
             if call.method in STREAMS:
-                for _ in channel.unary_stream(METHOD + call.method)(call.request, timeout=60):
+                stream: Any = channel.unary_stream(METHOD + call.method)
+                for _ in stream(call.request, timeout=60):
                     pass
             else:
-                channel.unary_unary(METHOD + call.method)(call.request, timeout=60)
+                unary: Any = channel.unary_unary(METHOD + call.method)
+                unary(call.request, timeout=60)
         except grpc.RpcError as error:
             code = error.code()  # type: ignore[attr-defined]
             if code in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN):
@@ -155,7 +158,8 @@ class Callers:
             for _ in range(4)
         ]
         request = pb.EncodeRequest(items=items).SerializeToString()
-        stream = channel.unary_stream(METHOD + "Encode")(request, timeout=60)
+        encode: Any = channel.unary_stream(METHOD + "Encode")
+        stream = encode(request, timeout=60)
         for _ in range(rng.choice((0, 1, 10, 1 << 30))):
             if (self._folder / "rest").exists() or next(stream, None) is None:
                 break

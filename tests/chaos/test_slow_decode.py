@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -17,6 +18,7 @@ import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from PIL import Image
 
+from bench.harness.waiting import wait_until
 from encoder_service.ingest.preprocessor import OpenItem
 from encoder_service.rpc.server import SERVICE
 from encoder_service.types import LoadedPixels, PreprocessOptions
@@ -24,7 +26,6 @@ from lm_adapter import DeadlineExceeded, ImageItem, ItemFailed, VisionEncoderCli
 from tests.integration.conftest import RunningService, running
 from tests.integration.held import held, wait_until_free
 from tests.integration.images import photo
-from tests.waiting import wait_until
 from vision_encoder.v1 import encoder_pb2 as pb
 from vision_encoder.v1 import encoder_pb2_grpc
 
@@ -73,7 +74,8 @@ def noise() -> bytes:
 
 def is_serving(channel: grpc.Channel) -> bool:
     request = health_pb2.HealthCheckRequest(service=SERVICE)
-    answer = health_pb2_grpc.HealthStub(channel).Check(request, timeout=5)
+    stub: Any = health_pb2_grpc.HealthStub(channel)
+    answer = stub.Check(request, timeout=5)
     return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
 

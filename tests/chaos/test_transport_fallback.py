@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from bench.harness.waiting import wait_until
 from encoder_service.broker import Broker
 from lm_adapter import CallFailed, EncodedRows, ImageItem, VisionEncoderClient
 from tests.chaos.reader_pod import digest_of
 from tests.integration.conftest import RunningService, running
 from tests.integration.images import photo
 from tests.unit.transport.broker_rig import socket_folder
-from tests.waiting import wait_until
 
 NUM_IMAGES = 9
 IMAGES = [ImageItem(photo(seed=1000 + index)) for index in range(NUM_IMAGES)]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.chaos.pods import figure
+from bench.harness.pods import figure
 from tests.chaos.reader_pod import ReaderPod
 from tests.chaos.two_pods import MIB, Setup, Site, Storm, TwoPods, check_late_readers, running_site
 from tests.integration.conftest import running
@@ -45,7 +45,7 @@ def test_p21_late_readers(checkpoint: Path) -> None:
         check_late_readers(
             "host",
             lambda do, **command: getattr(reader, do)(**command),
-            partial(figure, f"http://{service.service.admin_address}"),
+            partial(figure, f"http://{service.service.addresses['admin']}"),
             Storm(8, 0.2, 1, side=320, factor=4),
         )
         reader.close()

@@ -93,7 +93,7 @@ def answer_frames_key(asked: Asked) -> Asked:
         item.array()
     except InvalidRequest:
         return {"refused": True}
-    fingerprints = {
+    fingerprints: Asked = {
         name: bytes.fromhex(asked[name]) for name in ("model_fingerprint", "preprocess_fingerprint")
     }
     key = item_key(item, fake_model(dtype=asked["dtype"], **fingerprints), namespace=asked["namespace"])
@@ -185,13 +185,13 @@ def answer_restored_ids(asked: Asked) -> Asked:
 
 
 def qwen_images(asked: Asked) -> QwenVLSettings:
-    sizes = (asked[name] for name in ("patch_size", "merge_size", "temporal_patch_size"))
-    return QwenVLSettings(*sizes, asked["min_pixels"], asked["max_pixels"], PIXELS)
+    names = ("patch_size", "merge_size", "temporal_patch_size", "min_pixels", "max_pixels")
+    return QwenVLSettings(*[*(asked[name] for name in names), PIXELS])
 
 
 def moonvit_images(asked: Asked) -> MoonViTSettings:
     names = ("patch_size", "merge_size", "max_patches", "max_patches_per_side")
-    return MoonViTSettings(*(asked[name] for name in names), PIXELS)
+    return MoonViTSettings(*[*(asked[name] for name in names), PIXELS])
 
 
 def answer_target_size(asked: Asked) -> Asked:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -49,7 +50,7 @@ def service_key(item: adapter.Item, namespace: str, dtype: str = "float32", **fi
     )
 
 
-def adapter_key(item: adapter.Item, namespace: str, dtype: str = "float32", **fingerprints: bytes) -> bytes:
+def adapter_key(item: adapter.Item, namespace: str, dtype: str = "float32", **fingerprints: Any) -> bytes:
     model = fake_model(dtype=dtype, **(FINGERPRINTS | fingerprints))
     return keys.item_key(item, model, namespace=namespace)
 
@@ -96,7 +97,7 @@ def test_p10_p11_files_and_digests_have_one_key_on_both_sides(
 def test_p10_p11_pixels_have_one_key_on_both_sides(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     values = torch.arange(math.prod(shape)).reshape(shape).to(dtype)
     tensors = [values, values.repeat_interleave(2, -1)[..., ::2]]
-    forms = [*tensors, *([values.numpy()] if dtype is not torch.bfloat16 else [])]
+    forms: list[Any] = [*tensors, *([values.numpy()] if dtype is not torch.bfloat16 else [])]
     found = set()
     for form in forms:
         item = adapter.PixelItem(form, adapter.Grid(1, 2, 2))

@@ -269,12 +269,3 @@ def quantity(text: str | int) -> float:
     units = {"": 1, "m": 0.001, "Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30}
     digits = str(text).rstrip("KMGim")
     return float(digits) * units[str(text)[len(digits) :]]
-
-
-def kubectl(*arguments: str, objects: Iterable[Object]) -> subprocess.CompletedProcess[str]:
-    """kubectl without a server and without a configuration; the objects are its standard input."""
-    return subprocess.run(
-        [program("kubectl"), *arguments, "--filename=-"],
-        input=yaml.safe_dump_all(objects),
-        env={"KUBECONFIG": "/dev/null"}, capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip

@@ -54,7 +54,8 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         wanted = self.headers.get("Range")
         self.server.seen.append((self.path, wanted, self.headers.get("Authorization")))
-        kind, fault = self.server.next.pop(0) if self.server.next else ("", None)
+        nothing: tuple[str, Any] = ("", None)
+        kind, fault = self.server.next.pop(0) if self.server.next else nothing
         if kind == "hang":
             self.server.hanging.set()
             self.server.go_on.wait(60)

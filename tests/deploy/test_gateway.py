@@ -6,11 +6,12 @@ import difflib
 import re
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
-from encoder_service.app import LEAVE_S
+from encoder_service.serve import LEAVE_S
 from tests.certificates import Authority
 from tests.deploy.chart import (
     CASES,
@@ -55,9 +56,29 @@ def test_envoy_takes_the_configuration(case: str, tmp_path: Path) -> None:
     command = gateway_command(rendered(case), tmp_path)
     assert ("TlsContext" in (tmp_path / "gateway.yaml").read_text()) is ("secured" in CASES[case])
     ended = subprocess.run(
-        [*command, "--mode", "validate"], capture_output=True, text=True, timeout=60, check=False
+        [*command, "--mode", "validate", "--log-level", "warning"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     assert ended.returncode == 0, ended.stderr
+    assert "warning" not in ended.stderr, ended.stderr
+
+
+def test_tls_is_the_only_difference_of_the_two_configurations() -> None:
+    folder = ROOT / "deploy" / "envoy"
+    plain, tls = (yaml.safe_load((folder / name).read_text()) for name in ("gateway.yaml", "tls.yaml"))
+    sockets = remove_key(tls, "transport_socket")
+    assert [socket["name"] for socket in sockets] == ["envoy.transport_sockets.tls"] * 2
+    assert tls == plain
+
+
+def remove_key(tree: Any, key: str) -> list[Any]:
+    """What stood under that key, anywhere."""
+    children = list(tree.values()) if isinstance(tree, dict) else tree if isinstance(tree, list) else []
+    found = [tree.pop(key)] if isinstance(tree, dict) and key in tree else []
+    return found + [each for child in children for each in remove_key(child, key)]
 
 
 def test_the_configuration_is_deploy_envoys_but_for_the_releases_lines() -> None:

@@ -24,6 +24,8 @@ import pytest
 import yaml
 from cryptography import x509
 
+from bench.harness.ports import free_port
+from bench.harness.waiting import PATIENCE_S, wait_until
 from tests.deploy.chart import (
     CHART,
     GATEWAY,
@@ -39,8 +41,6 @@ from tests.deploy.chart import (
     rendered,
     validate,
 )
-from tests.ports import free_port
-from tests.waiting import PATIENCE_S, wait_until
 
 SCRIPT = HELM_FOLDER / "make-secrets.sh"
 DASHBOARD = CHART / "files" / "dashboard.json"
@@ -181,10 +181,10 @@ def test_the_gateways_pod_answers_its_probe_and_is_drained_by_prestop(tmp_path: 
         found, metrics = fetch(operations, endpoint["path"])
         assert found == 200
         exported = set(re.findall(r"(?m)^# TYPE (\S+) ", metrics))
-        for path in (DASHBOARD, DOCUMENT):
-            shown = {name.removesuffix("_bucket") for name in re.findall(r"\benvoy_\w+", path.read_text())}
+        for reader in (DASHBOARD, DOCUMENT):
+            shown = {name.removesuffix("_bucket") for name in re.findall(r"\benvoy_\w+", reader.read_text())}
             assert shown
-            assert not shown - exported, path
+            assert not shown - exported, reader
         # Nothing else of the admin port can be reached from outside.
         for path in ("/", "/quitquitquit", "/config_dump", "/healthcheck/fail", "/ready/../quitquitquit"):
             assert status(operations, path) == status(operations, path, method="POST") == 404
@@ -273,22 +273,3 @@ def test_secrets_have_the_names_that_a_release_mounts() -> None:
             names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
             services = {f"{service}.tenant.svc" for service in ("other", "other-local", "other-gateway")}
             assert services <= set(names.get_values_for_type(x509.DNSName))
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        (),
-        ("tls",),
-        ("tokens", "n"),
-        ("tokens", "n", "a=b"),
-        ("tls", "N!"),
-        ("certs", "n"),
-        ("--name", "A.b", "tls", "n"),
-    ],
-)
-def test_the_script_refuses_malformed_arguments(arguments: tuple[str, ...]) -> None:
-    ended = make_secrets(*arguments)
-    assert ended.returncode == 2
-    assert ended.stderr
-    assert not ended.stdout

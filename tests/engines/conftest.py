@@ -19,7 +19,8 @@ import pytest
 if importlib.util.find_spec("vllm") is None:
     collect_ignore_glob = ["test_*.py"]
 else:
-    from tests.engines.checkpoints import write_checkpoint
+    from bench.harness.engine_checkpoints import write_checkpoint
+    from bench.harness.vllm import Encoder
     from tests.engines.pictures import (
         CASES,
         CLIP_CASES,
@@ -31,7 +32,7 @@ else:
         picture,
         with_pixels,
     )
-    from tests.engines.processes import Encoder, Stack, TextRequests, run_offline
+    from tests.engines.stack import Stack, TextRequests, run_offline
 
     INPUT = data_url(picture(7))
 

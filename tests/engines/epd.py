@@ -1,4 +1,4 @@
-"""`bench/epd.py` at tiny size: that it runs, and that its figures are there."""
+"""`bench.epd` at tiny size: that it runs, and that its figures are there."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.engines.processes import ROOT, environment
+from bench.harness.processes import ROOT, environment
 
 
 def check_epd(out: Path, num_servers: int, *arguments: str) -> None:
     """One case with a load of text beside it."""
     completed = subprocess.run(
         [
-            *(sys.executable, str(ROOT / "bench" / "epd.py"), "--size", "tiny", "--rounds", "1", *arguments),
+            *(sys.executable, "-m", "bench.epd", "--size", "tiny", "--rounds", "1", *arguments),
             *("--cases", "2", "--commit", "of a test", "--out", str(out)),
         ],
+        cwd=ROOT,
         env=environment(),
         capture_output=True,
         text=True,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,6 +11,8 @@ from typing import Any
 import av
 import numpy as np
 from PIL import Image
+
+from bench.harness.processes import data_url
 
 
 def picture(seed: int, width: int = 200, height: int = 260) -> bytes:
@@ -56,14 +57,10 @@ def clip(
 
 def with_damaged_end(data: bytes) -> bytes:
     """The clip whose last frame, which is taken of every clip, begins with a wrong length."""
-    with av.open(io.BytesIO(data)) as file:
+    with av.open(io.BytesIO(data), "r") as file:
         *_, place = (packet.pos for packet in file.demux(video=0) if packet.size)
     assert place is not None
     return data[:place] + b"\xff" * 4 + data[place + 4 :]
-
-
-def data_url(data: bytes, kind: str = "image/png") -> str:
-    return f"data:{kind};base64," + base64.b64encode(data).decode()
 
 
 @dataclass(frozen=True)

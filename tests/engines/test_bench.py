@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.engines.epd import check_epd
-from tests.engines.processes import Stack
+from tests.engines.stack import Stack
 
 pytestmark = pytest.mark.timeout(600)
 

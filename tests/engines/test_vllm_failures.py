@@ -19,6 +19,9 @@ from typing import Any
 import httpx
 import pytest
 
+from bench.harness.processes import START_S
+from bench.harness.vllm import Encoder, VllmServer
+from bench.harness.waiting import PATIENCE_S, wait_until
 from lm_adapter.keys import content_digest
 from lm_adapter.testing import FakeEncoder, Fault
 from tests.engines.agreement import of_response
@@ -32,16 +35,7 @@ from tests.engines.faults import (
     script_for,
 )
 from tests.engines.pictures import TEXT, Case, Clip, clip, picture, with_damaged_end, with_pixels
-from tests.engines.processes import (
-    START_S,
-    TIMEOUT_S,
-    Encoder,
-    Stack,
-    TextRequests,
-    VllmServer,
-    chat_body,
-)
-from tests.waiting import PATIENCE_S, wait_until
+from tests.engines.stack import TIMEOUT_S, Stack, TextRequests, chat_body
 
 FAMILY = "qwen3_vl"
 pytestmark = [

@@ -28,7 +28,7 @@ class Handler(SimpleHTTPRequestHandler):
     def do_GET(self) -> None:
         if self.path == "/moved":
             self.send_response(302)
-            self.send_header("Location", f"http://localhost:{self.server.server_address[1]}/a.png")
+            self.send_header("Location", f"http://localhost:{self.connection.getsockname()[1]}/a.png")
             self.end_headers()
         else:
             super().do_GET()

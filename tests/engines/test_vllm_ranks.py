@@ -12,11 +12,12 @@ from typing import Any
 import httpx
 import pytest
 
+from bench.harness.vllm import Encoder
+from bench.harness.waiting import wait_until
 from tests.engines.agreement import agree
 from tests.engines.conftest import DTYPES
 from tests.engines.pictures import CASES, TEXT, picture, with_pixels
-from tests.engines.processes import Encoder, Stack
-from tests.waiting import wait_until
+from tests.engines.stack import Stack
 
 FAMILY = "qwen3_vl"
 NUM_REQUESTS = 24
@@ -47,7 +48,7 @@ def spread(
     folder = tmp_path_factory.mktemp("spread")
     arguments = SPREAD[request.param]
     checkpoint, dtype = checkpoints[family], DTYPES[family]
-    settings = {"timeout_s": TIMEOUT_S, "max_resident_bytes": RESIDENT_BYTES}
+    settings: dict[str, Any] = {"timeout_s": TIMEOUT_S, "max_resident_bytes": RESIDENT_BYTES}
     encoder.stop()
     with Stack(encoder, checkpoint, dtype, folder, arguments=arguments, **settings) as running:
         yield running

@@ -13,11 +13,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from bench.harness.engine_checkpoints import MIXTURES, TOWER_PREFIXES
 from tests.engines.agreement import agree, compared
-from tests.engines.checkpoints import MIXTURES, TOWER_PREFIXES
 from tests.engines.conftest import CALL, DTYPES, FAMILIES, OPTIONS, SAMPLING, TOOLS
 from tests.engines.pictures import CASES, CLIP_CASES, with_pixels
-from tests.engines.processes import Stack, chat_body
+from tests.engines.stack import Stack, chat_body
 
 pytestmark = pytest.mark.timeout(600)
 with_clips = pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def test_functions_are_called_as_with_the_tower(
 ) -> None:
     """By vLLM's own parser, whole and streamed. Where the model may choose, it calls none, and answers as
     without tools."""
-    fields = {**CALL, "ignore_eos": False}
+    fields: dict[str, Any] = {**CALL, "ignore_eos": False}
     first, second = (with_pixels(case, image_sets[0]) for case in CASES[:2])
     whole = stack.chat(first, **fields)
     assert whole.status_code == 200, whole.text

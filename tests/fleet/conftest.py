@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.fleet.fleet import Fleet
+from bench.harness.fleet.fleet import Fleet
+from tests.programs import program
 
 
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> Iterator[Fleet]:
+    program("envoy")
     with Fleet(tmp_path_factory.mktemp("fleet"), checkpoint) as found:
         yield found

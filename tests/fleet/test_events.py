@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests.fleet import events
-from tests.fleet.events import EVENTS, Event
-from tests.fleet.fleet import Fleet
-from tests.fleet.images import MIB
+from bench.harness.fleet import events
+from bench.harness.fleet.events import EVENTS, Event
+from bench.harness.fleet.fleet import Fleet
+from bench.harness.fleet.images import MIB
 
 pytestmark = pytest.mark.fleet
 

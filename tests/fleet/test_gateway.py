@@ -14,15 +14,15 @@ import grpc
 import pytest
 import torch
 
+from bench.harness.fleet.caller_main import TOLERANCE
+from bench.harness.fleet.fleet import READY_S, Fleet
+from bench.harness.fleet.gateway import NAME, AccessLog, Gateway, dict_of, part
+from bench.harness.fleet.images import HOLD, MIB, image_file
+from bench.harness.fleet.names import NameServer
+from bench.harness.waiting import wait_until
 from lm_adapter import ImageItem, VisionEncoderClient
-from tests.fleet.caller_main import TOLERANCE
-from tests.fleet.fleet import READY_S, Fleet
 from tests.fleet.frames import GRPC_HEADERS, SERVER_INFO_PATH, RawCaller
-from tests.fleet.gateway import NAME, AccessLog, Gateway, dict_of, part
-from tests.fleet.images import HOLD, MIB, image_file
-from tests.fleet.names import NameServer
 from tests.unit.lm_adapter.connector_rig import Engine, Image, engine_config
-from tests.waiting import wait_until
 
 pytestmark = pytest.mark.fleet
 
@@ -125,17 +125,6 @@ def test_a_request_has_to_arrive_in_time_but_its_answer_may_take_longer(fleet: F
     assert [one["grpc_status"] for one in entries] == [0, 0, UNKNOWN]
     assert entries[1]["duration_ms"] >= HELD_S * 1e3
     assert entries[2]["duration_ms"] < HELD_S * 1e3
-
-
-def test_a_reader_of_the_access_log_leaves_out_earlier_calls(fleet: Fleet) -> None:
-    """Envoy may write their entries later."""
-    gateway = fleet.gateways[0]
-    headers = {**GRPC_HEADERS, ":path": SERVER_INFO_PATH}
-    with RawCaller(gateway.port) as caller:
-        caller.wait_end(caller.send({**headers, "x-request-id": "earlier"}, EMPTY_MESSAGE))
-        log = gateway.access_log()
-        caller.wait_end(caller.send({**headers, "x-request-id": "later"}, EMPTY_MESSAGE))
-    assert [one["request_id"] for one in entries_of(log, 1)] == ["later"]
 
 
 def test_the_access_log_has_the_encoders_request_id(fleet: Fleet) -> None:

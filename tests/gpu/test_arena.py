@@ -13,12 +13,12 @@ from contextlib import ExitStack, contextmanager
 import pytest
 import torch
 
+from bench.harness.pods import START_S, Pod, can_isolate
 from encoder_service.store.arena import Arena, Slot
 from encoder_service.store.cuda_memory import CudaMemory, device_uuid
 from encoder_service.store.host_memory import HostMemory
 from lm_adapter.shm import mapping
 from lm_adapter.shm.device import DeviceMemory
-from tests.chaos.pods import START_S, Pod, can_isolate
 from tests.unit.store.integrity import check_arena
 from tests.unit.transport.broker_rig import running_broker, socket_folder
 

@@ -25,7 +25,7 @@ def test_every_variant_runs_and_is_profiled(family: str, tmp_path: Path) -> None
     if HAS_FA3:
         expected |= {"ref_fa3", "ref_fa3_graph"}
     ended = subprocess.run(
-        [sys.executable, "bench/tower.py", "--quick", "--size", "small", "--cases", "1x448", "--profile",
+        [sys.executable, "-m", "bench.tower", "--quick", "--size", "small", "--cases", "1x448", "--profile",
          "--families", family, "--variants", *sorted(expected), "--out", str(tmp_path)],
         cwd=ROOT, capture_output=True, text=True, timeout=200, check=False,
         env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "proto"), *sys.path])},

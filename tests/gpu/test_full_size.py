@@ -12,14 +12,14 @@ import pytest
 import torch
 from PIL import Image
 
+from bench.harness.reference import ReferenceTower
 from encoder_service.checkpoints.synthetic import make_checkpoint
 from encoder_service.ingest.decode import DecodeLimits
 from encoder_service.ingest.registry import load_preprocessor
 from encoder_service.towers.registry import load_tower
-from encoder_service.types import PreprocessOptions
+from encoder_service.types import FrameItem, PreprocessOptions
 from lm_adapter import CacheTier, EncodedRows, ImageItem, VisionEncoderClient
 from tests.integration.conftest import FAMILIES, running
-from tests.parity.reference import ReferenceTower
 from tests.unit.store.integrity import check_store
 
 pytestmark = pytest.mark.gpu
@@ -76,7 +76,7 @@ def test_rows_of_the_service_equal_the_float32_tower_and_the_reference(checkpoin
             client.encode_one(ImageItem(one, digest=bytes([index]) * 32)) for index, one in enumerate(data)
         ]
         again = client.encode([ImageItem(one) for one in data])
-        engine = service.service._engine
+        engine = service.service.engine
         assert engine is not None
         assert engine.graphs is not None
         assert engine.graphs.ready
@@ -93,6 +93,7 @@ def test_rows_of_the_service_equal_the_float32_tower_and_the_reference(checkpoin
         assert cached.tier is CacheTier.HOST
         assert cached.raw().tobytes() == batched.raw().tobytes()
         item, _, _ = preprocessor.open_image(one, PreprocessOptions()).load()
+        assert isinstance(item, FrameItem)
         pixels = preprocessor.patchify(item.frames_THWC.to(CUDA))
         inputs = exact.prepare([item.grid]).to(CUDA).with_pixels(pixels)
         with torch.inference_mode():

@@ -18,16 +18,16 @@ from typing import Any
 import pytest
 import torch
 
+from bench.harness.engine_checkpoints import write_checkpoint
+from bench.harness.waiting import wait_until
 from tests.engines.agreement import agree
-from tests.engines.checkpoints import write_checkpoint
 from tests.engines.pictures import SIZES, picture
-from tests.waiting import wait_until
 
 pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings", exc_type=ImportError)
 pytest.importorskip("sglang", reason="needs SGLang", exc_type=ImportError)
 pytest.importorskip("sgl_kernel", reason="needs SGLang's kernels", exc_type=ImportError)
 pytest.importorskip("httpx", reason="needs httpx", exc_type=ImportError)
-processes = pytest.importorskip("tests.sglang.processes")
+processes = pytest.importorskip("bench.harness.sglang")
 reference = pytest.importorskip("tests.sglang.reference")
 pytestmark = [pytest.mark.gpu, pytest.mark.whole_device, pytest.mark.timeout(900)]
 

@@ -54,7 +54,7 @@ def test_p26_p28_clips_replay_graphs_beside_images(
         ):
             found = client.encode([ClipItem(data), ImageItem(image_files.ppm(picture)), ClipItem(data)])
             again = client.encode_one(ClipItem(data))
-            engine = service.service._engine
+            engine = service.service.engine
             assert engine is not None
             assert engine.graphs is not None
             assert engine.graphs.counters.replays.total() > 0

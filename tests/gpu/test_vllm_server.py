@@ -17,14 +17,15 @@ from typing import Any
 import pytest
 import torch
 
+from bench.harness.engine_checkpoints import write_checkpoint
 from tests.engines.agreement import agree, of_response
-from tests.engines.checkpoints import write_checkpoint
 from tests.engines.pictures import CASES, SIZES, TEXT, picture, with_pixels
 
 pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings", exc_type=ImportError)
 pytest.importorskip("vllm", reason="needs vLLM", exc_type=ImportError)
 httpx = pytest.importorskip("httpx", reason="needs httpx", exc_type=ImportError)
-processes = pytest.importorskip("tests.engines.processes")
+vllm = pytest.importorskip("bench.harness.vllm")
+stacks = pytest.importorskip("tests.engines.stack")
 pytestmark = [pytest.mark.gpu, pytest.mark.whole_device, pytest.mark.timeout(900)]
 
 DTYPE = "bfloat16"
@@ -51,23 +52,23 @@ def tower(
 ) -> list[dict[str, Any]]:
     """Answers of a vLLM with its own tower."""
     folder = tmp_path_factory.mktemp("tower")
-    vllm = processes.VllmServer(checkpoint, DTYPE, None, folder, ARGUMENTS, "cuda")
+    server = vllm.VllmServer(checkpoint, DTYPE, None, folder, ARGUMENTS, "cuda")
     try:
-        vllm.wait_ready()
+        server.wait_ready()
         answers = []
         for case in CASES:
-            body = processes.chat_body(with_pixels(case, images))
-            response = httpx.post(f"{vllm.url}/v1/chat/completions", json=body, timeout=120)
+            body = stacks.chat_body(with_pixels(case, images))
+            response = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=120)
             assert response.status_code == 200, response.text
             answers.append(of_response(response.json()))
         return answers
     finally:
-        vllm.stop()
+        server.stop()
 
 
 @pytest.fixture(scope="module")
 def encoder(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    with processes.Encoder(checkpoint, DTYPE, tmp_path_factory.mktemp("encoder"), device="cuda") as running:
+    with vllm.Encoder(checkpoint, DTYPE, tmp_path_factory.mktemp("encoder"), device="cuda") as running:
         yield running
 
 
@@ -78,7 +79,7 @@ def stack(
     """After the tower's server, whose memory it needs."""
     folder = tmp_path_factory.mktemp("stack")
     settings: dict[str, Any] = {"timeout_s": 20.0, "max_resident_bytes": RESIDENT_BYTES}
-    with processes.Stack(
+    with stacks.Stack(
         encoder, checkpoint, DTYPE, folder, arguments=ARGUMENTS, device="cuda", **settings
     ) as running:
         yield running
@@ -132,7 +133,7 @@ def test_p24_two_ranks_read_from_one_gpu(
     """The encoder's GPU is the first rank's. The second rank copies rows from there to its own."""
     folder = tmp_path_factory.mktemp("ranks")
     arguments = (*ARGUMENTS, "--tensor-parallel-size", "2")
-    with processes.Stack(
+    with stacks.Stack(
         encoder, checkpoint, DTYPE, folder, timeout_s=20.0, arguments=arguments, device="cuda"
     ) as ranks:
         for _ in range(NUM_ROUNDS):

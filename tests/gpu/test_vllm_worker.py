@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from bench.harness.waiting import wait_until
 from lm_adapter import EncodedRows, ImageItem, VisionEncoderClient
 from tests.integration.conftest import RunningService, running
 from tests.integration.images import photo
 from tests.unit.lm_adapter.connector_rig import Engine, Image, engine_config
 from tests.unit.transport.broker_rig import socket_folder
-from tests.waiting import wait_until
 
 pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings", exc_type=ImportError)
 pytestmark = pytest.mark.gpu

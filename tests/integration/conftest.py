@@ -13,9 +13,9 @@ import grpc
 import pytest
 import torch
 
-from encoder_service.app import Service
 from encoder_service.checkpoints.synthetic import make_checkpoint
 from encoder_service.config import parse_settings
+from encoder_service.serve import Service
 from lm_adapter import VisionEncoderClient
 from vision_encoder.v1 import encoder_pb2_grpc
 
@@ -61,7 +61,7 @@ class RunningService:
 
     @property
     def target(self) -> str:
-        return self.service.addresses[0]
+        return self.service.listen[0]
 
     def on_loop(self, function: object) -> object:
         async def call() -> object:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 
+from bench.harness.waiting import PATIENCE_S
 from tests.integration.conftest import RunningService
 from tests.unit.store.integrity import num_holds
-from tests.waiting import PATIENCE_S
 
 
 def held(service: RunningService) -> Mapping[str, int]:
@@ -20,7 +20,7 @@ def held(service: RunningService) -> Mapping[str, int]:
         return {
             "admitted bytes": found.pipeline.admission.num_bytes,
             "admitted patches": found.pipeline.admission.num_patches,
-            "bytes of calls": found.requests.num_bytes,
+            "bytes of calls": found.message_bytes.num_bytes,
             "undelivered bytes": found.pipeline.undelivered.num_bytes,
             "encodes": len(found.pipeline.inflight),
             "late bytes": found.gate.arrivals.num_bytes,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import pytest
 
 from lm_adapter import ImageItem, VisionEncoderClient
@@ -38,7 +37,7 @@ def page(served: RunningService) -> Iterator[Page]:
 
 
 def address(served: RunningService) -> str:
-    return f"http://{served.service.admin_address}/"
+    return f"http://{served.service.addresses['admin']}/"
 
 
 def text(page: Page, selector: str) -> str:
@@ -101,15 +100,3 @@ def test_no_other_host_was_asked_and_nothing_was_complained_about(served: Runnin
     assert [url for url in page.requests if not url.startswith(allowed)] == []
     # A refused upload is an answer of 400 or 413, which the browser notes.
     assert [problem for problem in page.problems if "v1/playground" not in problem] == []
-
-
-def test_the_playground_is_off_unless_asked_for(checkpoints: dict[str, Path], device) -> None:  # type: ignore[no-untyped-def]
-    with running(checkpoints["qwen3_vl"], device) as found:
-        base = address(found)
-        assert httpx.get(base + "v1/info").json()["playground_max_bytes"] == 0
-        answer = httpx.post(
-            base + "v1/playground",
-            content=PHOTO.read_bytes(),
-            headers={"content-type": "application/octet-stream"},
-        )
-        assert answer.status_code in (404, 405)

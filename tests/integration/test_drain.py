@@ -115,7 +115,7 @@ def test_p37_readiness_drops_first_and_what_was_accepted_finishes(
 
 
 def probes(found: RunningService) -> dict[str, object]:
-    admin = f"http://{found.service.admin_address}"
+    admin = f"http://{found.service.addresses['admin']}"
     return {
         "health": health(found.target),
         "readyz": httpx.get(f"{admin}/readyz", timeout=10).status_code,

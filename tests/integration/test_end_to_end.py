@@ -15,10 +15,10 @@ import pytest
 import torch
 from PIL import Image, ImageOps
 
+from bench.harness.reference import import_reference
 from lm_adapter import EncodedRows, ImageItem, VisionEncoderClient
 from lm_adapter.engines.hf import RemoteItem, RemoteVisionLM, load_language_model
 from tests.integration.conftest import FAMILIES, running
-from tests.parity.reference import import_reference
 from tests.parity.test_synthetic_reference import MODEL_CLASSES, reference_config
 
 PHOTOS = Path(__file__).resolve().parents[1] / "data" / "photos"

@@ -20,6 +20,7 @@ import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from bench.harness.waiting import wait_until
 from encoder_service.config import parse_settings
 from encoder_service.ops.tokens import NamespaceTokens
 from encoder_service.rpc import gate
@@ -34,7 +35,6 @@ from tests.integration.held import held, wait_until_free
 from tests.integration.probe import Probe
 from tests.integration.test_process import ServiceProcess
 from tests.unit.rpc.test_messages import shape
-from tests.waiting import wait_until
 from vision_encoder.v1 import encoder_pb2 as pb
 
 pytestmark = pytest.mark.without_device
@@ -118,7 +118,7 @@ def test_p67_hostile_messages_cost_no_more_memory_than_is_admitted(small: Servic
         probe.wait_for(100)
     assert probe.num_failed == 0, probe.outcomes
     grown = peak_bytes(small.process) - before
-    assert grown < (3 * 32 + 100) * MIB, "messages that arrive, that are late, and that are admitted"
+    assert grown < (3 * 32 + 150) * MIB, "messages that arrive, that are late, and that are admitted"
 
 
 BURSTS: dict[str, Callable[[], list[bytes]]] = {

@@ -19,6 +19,7 @@ from google.rpc.error_details_pb2 import RetryInfo
 from google.rpc.status_pb2 import Status
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from bench.harness.waiting import wait_until
 from encoder_service.pipeline import EncodeResult, Pipeline
 from encoder_service.rpc import gate, server
 from encoder_service.types import Item
@@ -27,7 +28,6 @@ from lm_adapter.channel import channel_options
 from tests.integration.conftest import RunningService, connected, running
 from tests.integration.held import held, wait_until_free
 from tests.integration.images import photo
-from tests.waiting import wait_until
 from vision_encoder.v1 import encoder_pb2 as pb
 from vision_encoder.v1 import encoder_pb2_grpc
 
@@ -234,7 +234,7 @@ def test_p15_cancelled_and_late_callers_leave_nothing_behind(
                 for future in futures:
                     future.result(60)
         wait_until_free(found)
-        engine = found.service._engine
+        engine = found.service.engine
         assert engine is not None
         assert engine.fault is None
         assert not found.service.metrics.registry.get_sample_value(

@@ -16,16 +16,13 @@ import grpc
 import pytest
 import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from safetensors import safe_open
 from typer.testing import CliRunner, Result
 
+from bench.harness.waiting import wait_until
 from encoder_service.cli import app
-from encoder_service.ingest.identity import content_digest
-from encoder_service.types import EncodedFile, Item, Modality
 from lm_adapter import ClipItem, ImageItem, VisionEncoderClient
 from tests.integration.images import photo
 from tests.unit.ingest import clip_files
-from tests.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 ENV = {
@@ -84,37 +81,37 @@ class ServiceProcess:
 FEW_GRAPHS = ("--bucket-sizes", "256,1024")
 
 
-def start(checkpoint: Path, device: torch.device) -> ServiceProcess:
-    return ServiceProcess(
-        "--model", checkpoint, "--device", device, "--dtype", "float32",
-        "--listen", "127.0.0.1:0", "--admin-listen", "127.0.0.1:0",
-    )  # fmt: skip
-
-
 @pytest.fixture
 def process(checkpoints: dict[str, Path], device: torch.device) -> Iterator[ServiceProcess]:
     """A service of the test's own, to be killed."""
-    found = start(checkpoints["qwen3_vl"], device)
-    yield found
-    found.end(signal.SIGKILL)
+    started = ServiceProcess(
+        "--model", checkpoints["qwen3_vl"], "--device", device, "--dtype", "float32",
+        "--listen", "127.0.0.1:0", "--admin-listen", "127.0.0.1:0",
+    )  # fmt: skip
+    yield started
+    started.end(signal.SIGKILL)
 
 
-@pytest.fixture(scope="module")
-def shared(checkpoints: dict[str, Path], device: torch.device) -> Iterator[ServiceProcess]:
-    """A service that the command-line tests share."""
-    found = start(checkpoints["qwen3_vl"], device)
-    yield found
-    assert found.end(signal.SIGTERM) == 0
-
-
-def test_one_ready_line_then_sigterm_ends_with_zero(process: ServiceProcess) -> None:
+def test_one_ready_line_then_info_and_health_then_sigterm_ends_with_zero(
+    process: ServiceProcess, device: torch.device
+) -> None:
     assert re.fullmatch(
         r"ready: qwen3_vl \(qwen3_vl\) on \S+ at 127\.0\.0\.1:\d+ \(admin http://127\.0\.0\.1:\d+\)\n",
         process.ready_line,
     )
     with VisionEncoderClient(process.target, timeout_s=30) as client:
         assert client.encode_one(ImageItem(photo()))
+    shown = client_command("info", "--server", process.target)
+    assert shown.exit_code == 0
+    for text in ("qwen3_vl", "float32", "deepstack", "max_items_per_request", "inline"):
+        assert text in shown.stdout
+    for library in ("fa4", "fa3", "varlen", "quack") if device.type == "cpu" else ():  # needs of a GPU
+        assert f"{library}: ConfigurationError: needs a CUDA device" in " ".join(shown.stdout.split())
+    assert client_command("health", "--server", process.target).stdout == "SERVING\n"
     assert process.end(signal.SIGTERM) == 0
+    gone = client_command("health", "--server", process.target, "--timeout-s", "1")
+    assert (gone.exit_code, gone.stdout) == (1, "NOT SERVING\n")
+    assert client_command("info", "--server", process.target, "--timeout-s", "1").exit_code == 1
 
 
 @pytest.mark.without_device
@@ -149,67 +146,27 @@ def test_p38_what_cannot_start_says_so_in_one_line(arguments: tuple[str, ...], t
     assert text in ended.stderr
 
 
-@pytest.mark.without_device
-def test_encode_writes_rows_in_input_order(shared: ServiceProcess, tmp_path: Path) -> None:
-    files = [tmp_path / f"{name}.png" for name in "abc"]
-    for index, path in enumerate(files):
-        path.write_bytes(photo(64 + 64 * index, 64))
-    out = tmp_path / "rows.safetensors"
-    ended = command("encode", "--server", shared.target, *files, "--out", out)
-    assert ended.returncode == 0, ended.stderr
-    assert all(path.name in ended.stdout for path in files)
-    with VisionEncoderClient(shared.target, timeout_s=30) as client:
-        expected = [client.encode_one(ImageItem(path.read_bytes())) for path in files]
-    with safe_open(out, "pt") as found:
-        metadata = found.metadata()
-        assert sorted(found.keys()) == sorted(
-            f"{kind}.{index}" for kind in ("rows", "grid_thw") for index in range(3)
-        )
-        for index, rows in enumerate(expected):
-            assert torch.equal(found.get_tensor(f"rows.{index}"), rows.torch())
-            grid = found.get_tensor(f"grid_thw.{index}")
-            assert grid.dtype is torch.int64
-            assert tuple(grid.tolist()) == rows.grid_thw
-            assert metadata[f"key.{index}"] == rows.key.hex()
-            digest = content_digest(Item(Modality.IMAGE, EncodedFile(files[index].read_bytes())))
-            assert metadata[f"content_digest.{index}"] == digest.hex()
-    assert metadata["dtype"] == "float32"
-    assert metadata["num_deepstack_levels"] == "2"
-
-
-@pytest.mark.without_device
-def test_what_cannot_be_written_says_so_in_one_line(shared: ServiceProcess, tmp_path: Path) -> None:
-    path = tmp_path / "a.png"
-    path.write_bytes(photo())
-    missing = tmp_path / "missing" / "rows.safetensors"
-    encoded = client_command("encode", "--server", shared.target, path, "--out", missing)
-    made = client_command("make-checkpoint", path / "checkpoint", "--family", "qwen3_vl")
-    for ended, out in ((encoded, missing), (made, path / "checkpoint")):
-        assert ended.exit_code == 1
-        assert f"vision-encoder: cannot write {out}" in ended.stderr
-
-
-# A service whose load or whose forwards take a minute, told on standard output once they run.
+# A service whose load or whose forwards take a minute. A line on standard output says that they run.
 SLOW_LOAD = """
 import time
-import encoder_service.app as app
+import encoder_service.serve
 def load_model(settings):
     print("loading", flush=True)
     time.sleep(60)
-app.load_model = load_model
+encoder_service.serve.load_model = load_model
 """
 SLOW_FORWARD = """
 import time
-import encoder_service.app as app
+from encoder_service.engine.device import DeviceEngine
 def slow(engine, jobs):
     print("running", flush=True)
     time.sleep(60)
-app.DeviceEngine._launch = slow
+DeviceEngine._launch = slow
 """
 # A decoder that does not come back from its C library.
 HUNG_DECODER = """
 import ctypes
-import encoder_service.app as app
+import encoder_service.serve
 from encoder_service.ingest.decode import OpenImage
 from encoder_service.ingest.video.clip import Clip
 def hang(*_):
@@ -273,7 +230,7 @@ def test_p37_work_is_taken_while_gateways_notice_the_end(
     """After SIGTERM the health check says NOT_SERVING at once; a gateway that has not asked yet loses
     nothing. More time than by default, which a busy machine may take for the calls."""
     leave_s = 5.0
-    code = f"import encoder_service.app\nencoder_service.app.LEAVE_S = {leave_s}"
+    code = f"import encoder_service.serve\nencoder_service.serve.LEAVE_S = {leave_s}"
     with slow_service(code, checkpoints["qwen3_vl"], device) as process:
         assert process.stdout is not None
         target = process.stdout.readline().split(" at ")[1].strip()
@@ -302,7 +259,7 @@ def test_p37_a_decoder_that_hangs_does_not_hold_up_the_end(
         ImageItem(photo()),
         ClipItem(clip_files.encode(clip_files.moving(8), fps=8)),
     ]
-    code = HUNG_DECODER + ("app.Service.stop = None\n" if fails_too else "")
+    code = HUNG_DECODER + ("encoder_service.serve.Service.stop = None\n" if fails_too else "")
     with slow_service(
         code, checkpoints["qwen3_vl"], device, "--drain-grace-s", "1", ingest_threads=2
     ) as process:
@@ -316,33 +273,3 @@ def test_p37_a_decoder_that_hangs_does_not_hold_up_the_end(
         assert process.returncode == 1
         assert ("stopped" in errors) != fails_too
         assert ("TypeError" in errors) == fails_too
-
-
-@pytest.mark.without_device
-def test_encode_reports_each_failure_and_keeps_the_rest(shared: ServiceProcess, tmp_path: Path) -> None:
-    good, bad, empty, out = (tmp_path / name for name in ("good.png", "bad.png", "empty", "rows.safetensors"))
-    good.write_bytes(photo())
-    bad.write_bytes(b"<html>")
-    empty.touch()
-    ended = client_command("encode", "--server", shared.target, bad, good, empty, "--out", out)
-    assert ended.exit_code == 1
-    for path in (bad, empty):
-        assert f"{path}: UNDECODABLE_IMAGE: " in ended.stderr
-    assert "2 of 3 images failed" in ended.stderr
-    with safe_open(out, "pt") as found:
-        assert sorted(found.keys()) == ["grid_thw.1", "rows.1"]
-    assert "cannot read" in client_command("encode", "--server", shared.target, tmp_path / "none.png").stderr
-
-
-@pytest.mark.without_device
-def test_info_and_health_for_a_person(shared: ServiceProcess) -> None:
-    shown = client_command("info", "--server", shared.target)
-    assert shown.exit_code == 0
-    for text in ("qwen3_vl", "float32", "deepstack", "max_items_per_request", "inline"):
-        assert text in shown.stdout
-    for library in ("fa4", "fa3", "varlen", "quack"):  # a CPU has use for none of them
-        assert f"{library}: ConfigurationError: needs a CUDA device" in " ".join(shown.stdout.split())
-    assert client_command("health", "--server", shared.target).stdout == "SERVING\n"
-    gone = client_command("health", "--server", "127.0.0.1:9", "--timeout-s", "1")
-    assert gone.exit_code == 1
-    assert client_command("info", "--server", "127.0.0.1:9").exit_code == 1

@@ -19,6 +19,8 @@ import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
+from bench.harness.ports import free_port
+from bench.harness.waiting import wait_until
 from encoder_service.ops import reloaded
 from lm_adapter import (
     CallFailed,
@@ -33,9 +35,7 @@ from lm_adapter import (
 from tests.certificates import Authority
 from tests.integration.conftest import RunningService, running, tokens_file
 from tests.integration.images import photo
-from tests.ports import free_port
 from tests.unit.transport.broker_rig import RawClient, hello, socket_folder
-from tests.waiting import wait_until
 from vision_encoder.v1 import encoder_pb2 as pb
 from vision_encoder.v1 import encoder_pb2_grpc
 
@@ -77,7 +77,7 @@ def test_tls_on_tcp_clear_on_unix(checkpoints: dict[str, Path], device: torch.de
     authority, stranger = Authority(tmp_path / "a"), Authority(tmp_path / "b")
     listen = ("127.0.0.1:0", f"unix:{tmp_path}/e.sock")
     with secured(checkpoints, device, authority, listen=listen) as found:
-        tcp, unix = found.service.addresses
+        tcp, unix = found.service.listen
         encodes(tcp, ClientTls(ca=authority.ca))
         encodes(tcp, ClientTls(ca=authority.ca, server_name="encoder.test"))
         encodes(unix, None)
@@ -107,7 +107,7 @@ def test_rotated_files_serve_new_connections_and_old_ones_go_on(
             with pytest.raises(EncoderUnavailable):
                 encodes(found.target, ClientTls(ca=first.ca))
             assert old.encode_one(ImageItem(photo(40, 40))).num_rows > 0
-        admin = f"https://{found.service.admin_address}/readyz"
+        admin = f"https://{found.service.addresses['admin']}/readyz"
         assert httpx.get(admin, verify=ssl.create_default_context(cafile=second.ca)).status_code == 200
         with pytest.raises(httpx.ConnectError):
             httpx.get(admin, verify=ssl.create_default_context(cafile=first.ca))
@@ -160,7 +160,7 @@ def test_the_admin_plane_speaks_tls_without_client_certificates(
 ) -> None:
     authority = Authority(tmp_path)
     with secured(checkpoints, device, authority, admin_tls=True, tls_client_ca=authority.ca) as found:
-        address = found.service.admin_address
+        address = found.service.addresses["admin"]
         trusting = ssl.create_default_context(cafile=authority.ca)
         assert httpx.get(f"https://{address}/healthz", verify=trusting).json() == {"status": "alive"}
         with pytest.raises(httpx.HTTPError):
@@ -170,7 +170,7 @@ def test_the_admin_plane_speaks_tls_without_client_certificates(
 def test_the_admin_plane_s_token(checkpoints: dict[str, Path], device: torch.device) -> None:
     token = secrets.token_urlsafe()
     with running(checkpoints["qwen3_vl"], device, admin_token=token) as found:
-        url = f"http://{found.service.admin_address}"
+        url = f"http://{found.service.addresses['admin']}"
         for path in ("/healthz", "/readyz"):
             assert httpx.get(url + path).status_code == 200
         for path in ("/metrics", "/v1/info", "/", "/nowhere", "/healthz/../metrics", "//healthz"):

@@ -15,6 +15,7 @@ import pytest
 import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from bench.harness.waiting import wait_until
 from encoder_service.engine.device import DeviceEngine
 from encoder_service.errors import ConfigurationError, StartupError
 from encoder_service.types import EncodedItem, Item
@@ -29,12 +30,11 @@ from lm_adapter import (
 )
 from tests.integration.conftest import FAMILIES, RunningService, connected, running
 from tests.integration.images import photo
-from tests.waiting import wait_until
 from vision_encoder.v1 import encoder_pb2 as pb
 
 
 def figures(service: RunningService) -> dict[str, float]:
-    text = httpx.get(f"http://{service.service.admin_address}/metrics").text
+    text = httpx.get(f"http://{service.service.addresses['admin']}/metrics").text
     lines = [line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#")]
     return {name: float(value) for name, value in lines}
 
@@ -45,7 +45,7 @@ def test_every_family_miss_hit_lookup_fetch_prefetch(
 ) -> None:
     sockets = ("127.0.0.1:0", f"unix:{tmp_path}/encoder.sock")
     with running(checkpoints[family], device, listen=sockets) as found:
-        for target in found.service.addresses:
+        for target in found.service.listen:
             with VisionEncoderClient(target, timeout_s=60) as client:
                 data = photo(160, 90)
                 first, again = client.encode([ImageItem(data), ImageItem(data)])
@@ -104,7 +104,7 @@ def test_p15_p25_many_clients_one_encode_each(service: RunningService) -> None:
 
 def slow_tower(service: RunningService, gate: threading.Event) -> DeviceEngine:
     """Makes the service's engine wait for ``gate`` before every forward."""
-    engine = service.service._engine
+    engine = service.service.engine
     assert engine is not None
     original = engine._launcher.launch
 
@@ -184,7 +184,7 @@ def test_a_warm_up_that_fails_is_a_start_that_fails(
 
 def test_admin_plane(service: RunningService, client: VisionEncoderClient) -> None:
     client.encode([ImageItem(photo()), ImageItem(b"no image")])
-    base = f"http://{service.service.admin_address}"
+    base = f"http://{service.service.addresses['admin']}"
     assert httpx.get(f"{base}/healthz").json() == {"status": "alive"}
     assert httpx.get(f"{base}/readyz").json() == {"status": "ready"}
     info = httpx.get(f"{base}/v1/info").json()
@@ -203,7 +203,7 @@ def test_p27_p36_not_ready_before_the_warm_up_is_done_and_never_behind_a_busy_de
     gate = threading.Event()
     with running(checkpoints["qwen3_vl"], device) as found:
         slow_tower(found, gate)
-        base = f"http://{found.service.admin_address}"
+        base = f"http://{found.service.addresses['admin']}"
         with VisionEncoderClient(found.target, timeout_s=60) as client, ThreadPoolExecutor(1) as pool:
             pending = pool.submit(client.encode_one, ImageItem(photo()))
             started = time.monotonic()
@@ -221,7 +221,7 @@ def test_p32_p36_a_device_fault_tells_callers_at_once_and_leaves_service(
     checkpoints: dict[str, Path], device: torch.device
 ) -> None:
     with running(checkpoints["qwen3_vl"], device) as found:
-        engine = found.service._engine
+        engine = found.service.engine
         assert engine is not None
 
         def broken(*arguments: object) -> object:
@@ -234,7 +234,7 @@ def test_p32_p36_a_device_fault_tells_callers_at_once_and_leaves_service(
         assert failed.reason == "DEVICE_FAULT"
         assert failed.retryable
         wait_until(lambda: not found.service.is_alive())
-        assert found.service.not_ready_because() == "device fault"
+        assert found.service.not_ready == "device fault"
 
 
 def test_addresses_that_cannot_be_bound(
@@ -243,7 +243,7 @@ def test_addresses_that_cannot_be_bound(
     (tmp_path / "file").write_text("")
     for settings in (
         {"listen": (service.target,)},
-        {"admin_listen": service.service.admin_address},
+        {"admin_listen": service.service.addresses["admin"]},
         {"listen": (f"unix:{tmp_path}/file",)},
         {"listen": (f"unix:{tmp_path}/missing/x.sock",)},
     ):

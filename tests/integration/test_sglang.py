@@ -25,6 +25,7 @@ import torch
 import zmq
 from PIL import Image
 
+from bench.harness.waiting import PATIENCE_S, wait_until
 from encoder_service.config import parse_settings
 from encoder_service.ops.metrics import Metrics
 from encoder_service.protocols.base import Backend
@@ -36,7 +37,6 @@ from tests.integration.conftest import RunningService, running
 from tests.integration.held import wait_until_free
 from tests.integration.images import photo
 from tests.sglang.frames import message_of
-from tests.waiting import PATIENCE_S, wait_until
 
 pytestmark = pytest.mark.without_device
 
@@ -121,7 +121,7 @@ def serving(model: Path, device: torch.device, **settings: object) -> Iterator[S
         with (
             running(model, device, serve_sglang="127.0.0.1:0", **settings) as service,
             httpx.Client(
-                base_url=f"http://{service.service.sglang_address}", timeout=PATIENCE_S
+                base_url=f"http://{service.service.addresses['sglang']}", timeout=PATIENCE_S
             ) as http_client,
         ):
             yield Served(service, servers[0], http_client)

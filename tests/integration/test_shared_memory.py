@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 import torch
 
+from bench.harness.waiting import wait_until
 from encoder_service.types import EncodedItem, Grid
 from lm_adapter import (
     EncoderError,
@@ -32,7 +33,6 @@ from tests.integration.conftest import RunningService, connected, running, token
 from tests.integration.held import wait_until_free
 from tests.integration.images import photo
 from tests.reference_reader import reader_of
-from tests.waiting import wait_until
 from vision_encoder.v1 import encoder_pb2 as pb
 
 
@@ -166,7 +166,7 @@ def test_p37_draining_waits_for_the_readers_of_announced_rows(
             place = event.result.place
             with reader_of(arena) as reader:
                 found.on_loop(found.service.request_stop)
-                wait_until(lambda: found.service.not_ready_because() == "draining")
+                wait_until(lambda: found.service.not_ready == "draining")
                 time.sleep(0.3)
                 assert reader.is_current(place.slot_index, place.generation)
                 row = pb.TouchedRows(key=event.result.key, generation=place.generation)

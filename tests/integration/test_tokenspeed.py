@@ -18,6 +18,8 @@ import pytest
 import torch
 import zmq
 
+from bench.harness.ports import free_port
+from bench.harness.waiting import PATIENCE_S, wait_until
 from encoder_service.errors import ConfigurationError
 from encoder_service.ingest import pixel_segments
 from encoder_service.towers import load_tower
@@ -37,9 +39,7 @@ from tests.integration.tokenspeed import (
     random_pixels,
 )
 from tests.parity.tower_cases import run_tower
-from tests.ports import free_port
 from tests.unit.protocols.mooncake_engine import fake_mooncake
-from tests.waiting import PATIENCE_S, wait_until
 from vision_encoder.tokenspeed import common_pb2 as common
 from vision_encoder.tokenspeed import tokenspeed_scheduler_pb2 as scheduler
 
@@ -51,7 +51,7 @@ class Served:
 
     def __init__(self, service: RunningService, channel: grpc.Channel) -> None:
         self.service = service
-        self.bootstrap = f"http://{service.service.tokenspeed_bootstrap}/route"
+        self.bootstrap = f"http://{service.service.addresses['tokenspeed_bootstrap']}/route"
         self.channel = channel
 
     def encode(self, item: scheduler.MultimodalItem, room: int) -> None:
@@ -86,7 +86,7 @@ def serving(model: Path, device: torch.device, **settings: object) -> Iterator[S
     fields = {"serve_tokenspeed": "127.0.0.1:0", "tokenspeed_bootstrap_port": 0} | settings
     with (
         running(model, device, **fields) as service,
-        grpc.insecure_channel(service.service.tokenspeed_address) as channel,
+        grpc.insecure_channel(service.service.addresses["tokenspeed"]) as channel,
     ):
         yield Served(service, channel)
 

@@ -15,12 +15,12 @@ from pathlib import Path
 import httpx
 import pytest
 
+from bench.harness.ports import free_port
+from bench.harness.waiting import wait_until
 from lm_adapter import ClientTls, EncoderError, ImageItem, VisionEncoderClient
 from tests.certificates import Authority
 from tests.integration.images import photo
 from tests.integration.test_process import ENV
-from tests.ports import free_port
-from tests.waiting import wait_until
 
 pytestmark = pytest.mark.without_device
 
@@ -117,7 +117,7 @@ def test_p71_few_descriptors_cost_a_few_lines_and_others_are_served_afterwards(
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
     said = lines.read_text().splitlines()
-    assert sum("fewer connections are taken than set" in line for line in said) == 1
+    assert sum("fewer connections are accepted than set" in line for line in said) == 1
     assert len(said) < 20, said[:40]
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from encoder_service import app
+from encoder_service import startup
 from lm_adapter import (
     ClipItem,
     EncodedRows,
@@ -44,7 +44,7 @@ def still() -> ImageItem:
 def test_facts_of_a_clip_come_with_a_place_and_with_a_hit(
     family: str, checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(app, "CLIP_PIECE_PATCHES", 64)
+    monkeypatch.setattr(startup, "CLIP_PIECE_PATCHES", 64)
     data = clip()
     digest = random.randbytes(32)
     broker = {"broker_path": str(tmp_path / "broker.sock"), "arena_bytes": 8 << 20}

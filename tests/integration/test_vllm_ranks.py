@@ -17,6 +17,8 @@ from typing import Any, Self
 import grpc
 import pytest
 
+from bench.harness.ports import free_port
+from bench.harness.waiting import wait_until
 from lm_adapter.engines.shared.error_text import MAX_MESSAGE_CHARS, MAX_REASON_CHARS
 from lm_adapter.engines.vllm.rank_socket import (
     LENGTH,
@@ -32,9 +34,7 @@ from lm_adapter.engines.vllm.rank_socket import (
 from lm_adapter.errors import EncoderError, InvalidRequest, ItemFailed
 from lm_adapter.items import Grid
 from lm_adapter.testing import FakeEncoder, FakeScript, Fault, fake_model, fake_rows
-from tests.ports import free_port
 from tests.unit.lm_adapter.connector_rig import BUSY, Engine, Image, Request, engine_config
-from tests.waiting import wait_until
 
 BROKEN = "INTERNAL: the connection to a worker of the engine broke"
 GRID = Grid(1, 4, 6)

@@ -12,8 +12,8 @@ import httpx
 import torch
 import zmq
 
+from bench.harness.waiting import PATIENCE_S
 from encoder_service.types import Grid
-from tests.waiting import PATIENCE_S
 from vision_encoder.tokenspeed import common_pb2 as common
 from vision_encoder.tokenspeed import tokenspeed_encoder_pb2 as encoder
 from vision_encoder.tokenspeed import tokenspeed_scheduler_pb2 as scheduler

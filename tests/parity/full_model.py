@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
+from bench.harness.reference import import_reference
 from lm_adapter.engines.hf import RemoteItem
 from lm_adapter.items import Modality
-from tests.parity.reference import import_reference
 from tests.parity.test_synthetic_reference import MODEL_CLASSES, reference_config
 
 VISION_START, VISION_END = 7, 8

@@ -79,8 +79,9 @@ def remote_prompt(pair: Pair, ids: Sequence[int]) -> list[int]:
     ("case", "ends_in_vision"),
     [("text", False), ("one", True), ("several", False), ("clip", True), ("both", False), ("both", True)],
 )
-def test_logits_and_greedy_tokens_equal_the_full_models(pair: Pair, case: str, ends_in_vision: bool) -> None:
-    """Pitfalls 1 (several grids), 3 (the prompt ends in vision) and 4 (decoding has the delta only)."""
+def test_p01_p03_p04_logits_and_greedy_tokens_equal_the_full_models(
+    pair: Pair, case: str, ends_in_vision: bool
+) -> None:
     pictures = pictures_for(pair, case)
     ids = pair.prompt(3, pictures, ends_in_vision=ends_in_vision)
     expected = pair.full.logits(ids, pictures)
@@ -189,13 +190,14 @@ def test_p22_wrong_items_are_refused_before_anything_runs(
     for bad, error in wrong:
         with pytest.raises(error):
             pair.remote.prefill([ids, ids], [[item], [bad]])
-    for prompts, items in [
+    refused: list[tuple[Any, Any]] = [
         ([], []),
         ([ids], []),
         ([[]], [[]]),
         ([[1, 99_999]], [[]]),
         ([ids], [[item, item]]),
-    ]:
+    ]
+    for prompts, items in refused:
         with pytest.raises(InvalidRequest):
             pair.remote.prefill(prompts, items)
     with pytest.raises(InvalidRequest, match="got 1 and 0"):

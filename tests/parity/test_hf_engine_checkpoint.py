@@ -12,11 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from bench.harness.reference import import_reference
 from encoder_service.checkpoints.synthetic import FAMILIES, config_for, make_checkpoint
 from lm_adapter.engines.hf import RemoteVisionLM, load_language_model
 from lm_adapter.engines.hf.checkpoint import vision_interface
 from lm_adapter.errors import InvalidRequest
-from tests.parity.reference import import_reference
 from tests.parity.tower_cases import assert_close
 
 

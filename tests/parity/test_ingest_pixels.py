@@ -17,12 +17,12 @@ import pytest
 import torch
 from PIL import Image, ImageOps
 
+from bench.harness.reference import import_reference
 from encoder_service.errors import AspectRatioExceeded
 from encoder_service.ingest.decode import DecodeLimits, open_image
 from encoder_service.ingest.preprocessor import Preprocessor
 from encoder_service.ingest.registry import load_preprocessor
-from encoder_service.types import Modality, PreprocessOptions
-from tests.parity.reference import import_reference
+from encoder_service.types import FrameItem, Modality, PreprocessOptions
 from tests.unit.ingest import image_files
 
 LIMITS = DecodeLimits(max_encoded_bytes=1 << 28, max_image_pixels=1 << 26)
@@ -92,6 +92,7 @@ def check(
     item, _, _ = preprocessor.open_image(image_files.ppm(array), options).load()
     where = (array.shape, options)
     assert list(item.grid) == grid, where
+    assert isinstance(item, FrameItem)
     values = preprocessor.patchify(item.frames_THWC)
     assert values.dtype == torch.float32
     assert torch.equal(values, expected), (where, (values - expected).abs().max())
@@ -278,5 +279,6 @@ def test_p42_from_file_bytes_to_pixel_values(family: str, saved: Callable[[Any, 
             batch = reference(images=[opened], return_tensors="pt")
         item, _, _ = preprocessor.open_image(data, PLAIN).load()
         assert list(item.grid) == batch["image_grid_thw"][0].tolist(), name
+        assert isinstance(item, FrameItem)
         values = preprocessor.patchify(item.frames_THWC)
         assert torch.equal(values, batch["pixel_values"].reshape(values.shape)), name

@@ -19,11 +19,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from bench.harness.reference import import_reference
 from lm_adapter.items import Modality
 from lm_adapter.prefill.mrope import MRopePositions, batch_positions, mrope_positions
 from lm_adapter.prefill.placeholders import ExpandedPrompt, PromptItem, expand_placeholders, prompt_item
 from lm_adapter.prefill.prefix_cache import PadScheme, pad_id, restore_placeholders, substitute_pad_ids
-from tests.parity.reference import import_reference
 
 IMAGE, VIDEO, MERGE = 900, 901, 2
 VOCAB_SIZE = 1000
@@ -62,7 +62,8 @@ def prompts(draw: st.DrawFn) -> Prompt:
     items: list[PromptItem] = []
     grids: list[Grid] = []
     modalities: list[Modality] = []
-    for kind, content in draw(st.lists(parts, min_size=1, max_size=6)):
+    drawn: list[tuple[str, Any]] = draw(st.lists(parts, min_size=1, max_size=6))
+    for kind, content in drawn:
         if kind == "text":
             ids += content
             continue

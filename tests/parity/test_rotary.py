@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from bench.harness.reference import import_reference
 from lm_adapter.prefill.rotary import RotaryTable, apply_mrope
-from tests.parity.reference import import_reference
 
 # Published text configs: sections, order and partial rotation.
 QWEN3_VL = {
@@ -45,7 +45,7 @@ QWEN2_5_VL = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0, "mrope_section": [16, 24, 24]},
 }
 MAX_POSITIONS = 40_000
-CASES = {
+CASES: dict[str, tuple[dict[str, Any], str, str]] = {
     "qwen3_vl": (QWEN3_VL, "Qwen3VLTextRotaryEmbedding", "Qwen3VLTextConfig"),
     "qwen3_5": (QWEN3_5, "Qwen3_5TextRotaryEmbedding", "Qwen3_5TextConfig"),
     "qwen2_5_vl": (QWEN2_5_VL, "Qwen2_5_VLRotaryEmbedding", "Qwen2_5_VLTextConfig"),

@@ -12,8 +12,8 @@ import pytest
 import torch
 from PIL import Image
 
+from bench.harness.reference import KIMI_VISION_NAMES, import_reference
 from encoder_service.checkpoints.synthetic import FAMILIES, config_for, make_checkpoint
-from tests.parity.reference import KIMI_VISION_NAMES, import_reference
 
 MODEL_CLASSES = {
     "qwen3_vl": "Qwen3VLForConditionalGeneration",

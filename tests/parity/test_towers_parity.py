@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from bench.harness.reference import ReferenceTower
 from encoder_service.towers import Tower, load_tower
 from encoder_service.types import Grid
-from tests.parity.reference import ReferenceTower
 from tests.parity.tower_cases import (
     BFLOAT16_RELATIVE,
     FLOAT32_RELATIVE,

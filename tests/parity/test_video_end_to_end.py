@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from encoder_service import app
+from bench.harness.reference import import_reference
+from encoder_service import startup
 from encoder_service.checkpoints.synthetic import FAMILIES, make_checkpoint
 from encoder_service.rpc import convert
 from lm_adapter import ClipItem, FramesItem, ImageItem, PreprocessOptions, VisionEncoderClient
@@ -22,7 +23,6 @@ from lm_adapter.prefill.clip_texts import kimi_chunk_texts, qwen_frame_texts
 from lm_adapter.types import EncodedRows
 from tests.integration.conftest import RunningService, running
 from tests.parity.full_model import FullModel, Picture
-from tests.parity.reference import import_reference
 from tests.parity.tower_cases import assert_close
 from tests.unit.ingest import clip_files, image_files
 
@@ -52,7 +52,7 @@ class Served:
         """[R, D * (1 + L)] by the full model's own tower."""
         parts = pixels.split([grid.num_patches for grid in grids])
         items = [
-            self.full.item(Picture(tuple(grid), part, Modality.VIDEO))
+            self.full.item(Picture((grid.t, grid.h, grid.w), part, Modality.VIDEO))
             for grid, part in zip(grids, parts, strict=True)
         ]
         return torch.cat([item.rows for item in items])
@@ -83,7 +83,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     checkpoint = tmp_path_factory.mktemp("clips") / family
     make_checkpoint(checkpoint, family, "tiny", seed=random.randrange(1000), with_lm=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(app, "CLIP_PIECE_PATCHES", 64)
+        patch.setattr(startup, "CLIP_PIECE_PATCHES", 64)
         patch.setattr(convert, "CHUNK_BYTES", 4096)
         with running(checkpoint, torch.device("cpu")) as service:
             yield Served(family, checkpoint, service)
@@ -170,7 +170,7 @@ def test_p07_p11_a_file_gives_the_references_rows_and_prompt(
     parts = pixels.split([grid.num_patches for grid in pieces])
     of_pieces = rows.torch().split(rows.num_rows // len(pieces))
     for grid, part, part_rows in zip(pieces, parts, of_pieces, strict=True):
-        pictures.append(Picture(tuple(grid), part, Modality.VIDEO))
+        pictures.append(Picture((grid.t, grid.h, grid.w), part, Modality.VIDEO))
         items.append(RemoteItem(grid, part_rows, Modality.VIDEO, rows.num_deepstack_levels))
     prompt = [full.image_id if is_kimi and token == full.video_id else token for token in ids]
     for chunk_size in (None, 7):

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 import torch
 
+from bench.harness.reference import import_reference
 from encoder_service.ingest.decode import DecodeLimits
 from encoder_service.ingest.preprocessor import Preprocessor
 from encoder_service.ingest.registry import load_preprocessor
 from encoder_service.ingest.video.clip import Clip
 from encoder_service.types import EncodedFile, FrameArray, Grid, Modality, PreprocessOptions
-from tests.parity.reference import import_reference
 from tests.unit.ingest import clip_files
 
 LIMITS = DecodeLimits(max_encoded_bytes=1 << 28, max_image_pixels=1 << 26)

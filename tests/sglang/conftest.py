@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 if importlib.util.find_spec("sglang") is None:
     collect_ignore_glob = ["test_*.py"]
 else:
-    from tests.engines.checkpoints import write_checkpoint
+    from bench.harness.engine_checkpoints import write_checkpoint
+    from bench.harness.sglang import Encoder
     from tests.engines.pictures import picture
-    from tests.sglang.processes import Encoder
 
 FAMILIES = ("qwen3_vl", "qwen3_5")
 # Content that an encoder of these tests holds at once.

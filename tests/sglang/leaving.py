@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
+from bench.harness.sglang import Encoder, Sglang
+from bench.harness.waiting import wait_until
 from tests.engines.pictures import picture
-from tests.sglang.processes import Encoder, Sglang
 from tests.sglang.reference import IMAGE, prompt
-from tests.waiting import wait_until
 
 ONE = prompt(IMAGE, "What is in the picture?")
 # Pixels of a side: 1764 rows, which the tiny tower encodes in a second or two.

@@ -14,7 +14,7 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 from transformers.video_utils import VideoMetadata
 
-from tests.sglang.processes import NUM_TOKENS
+from bench.harness.sglang import NUM_TOKENS
 
 IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 CLIP = "<|vision_start|><|video_pad|><|vision_end|>"

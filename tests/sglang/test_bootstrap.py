@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from bench.harness.ports import free_port
+from bench.harness.processes import answers
+from bench.harness.waiting import PATIENCE_S, wait_until
 from encoder_service.protocols.sglang.registration import Registration
-from tests.engines.processes import answers
-from tests.ports import free_port
-from tests.waiting import PATIENCE_S, wait_until
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.encoder.receiver import EncoderBootstrapServer

@@ -8,12 +8,12 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.ports import free_port
+from bench.harness.ports import free_port
+from bench.harness.sglang import FORKED, Sglang, documented, language_model_arguments
+from bench.harness.waiting import PATIENCE_S, wait_until
 from tests.sglang.conftest import running_encoder
 from tests.sglang.leaving import ONE
-from tests.sglang.processes import FORKED, Sglang, documented, language_model_arguments
 from tests.sglang.reference import IMAGE, Reference, prompt
-from tests.waiting import PATIENCE_S, wait_until
 
 FAMILY = "qwen3_vl"
 TWO = prompt(IMAGE, "and", IMAGE, "Compare the two.")

@@ -27,6 +27,16 @@ from safetensors import safe_open
 from transformers import AutoConfig, AutoProcessor
 
 import encoder_service
+from bench.harness.engine_checkpoints import TOWER_PREFIXES, write_checkpoint
+from bench.harness.sglang import (
+    FORKED,
+    LANGUAGE_MODEL,
+    Encoder,
+    Sglang,
+    language_model_arguments,
+    plugin_variables,
+)
+from bench.harness.waiting import wait_until
 from encoder_service.ingest.decode import DecodeLimits
 from encoder_service.ingest.registry import load_preprocessor
 from encoder_service.types import PreprocessOptions
@@ -36,22 +46,12 @@ from lm_adapter.engines.sglang.prompt import ImagePrompt
 from lm_adapter.engines.shared.images import ImageFile
 from lm_adapter.items import Grid
 from lm_adapter.testing import Fault
-from tests.engines.checkpoints import TOWER_PREFIXES, write_checkpoint
 from tests.engines.faults import FAULTS, OTHER_MODELS, answer_to, in_place_of, new_picture, script_for
 from tests.engines.pictures import data_url
-from tests.engines.processes import TIMEOUT_S
+from tests.engines.stack import TIMEOUT_S
 from tests.sglang.conftest import both_families, running_encoder
 from tests.sglang.leaving import ONE, left_during_encode
-from tests.sglang.processes import (
-    FORKED,
-    LANGUAGE_MODEL,
-    Encoder,
-    Sglang,
-    language_model_arguments,
-    plugin_variables,
-)
 from tests.sglang.reference import IMAGE, Reference, prompt
-from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore")]
 only_qwen3_vl = pytest.mark.parametrize("family", ["qwen3_vl"], indirect=True, scope="session")

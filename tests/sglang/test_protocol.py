@@ -12,10 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.engines.pictures import clip, data_url, picture
-from tests.sglang.conftest import MAX_QUEUED_BYTES, Files, both_families
-from tests.sglang.leaving import ONE, left_during_encode
-from tests.sglang.processes import (
+from bench.harness.sglang import (
     FORKED,
     NUM_TOKENS,
     Encoder,
@@ -23,8 +20,11 @@ from tests.sglang.processes import (
     documented,
     language_model_arguments,
 )
+from bench.harness.waiting import wait_until
+from tests.engines.pictures import clip, data_url, picture
+from tests.sglang.conftest import MAX_QUEUED_BYTES, Files, both_families
+from tests.sglang.leaving import ONE, left_during_encode
 from tests.sglang.reference import CLIP, IMAGE, Reference, prompt
-from tests.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(600)
 

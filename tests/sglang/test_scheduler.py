@@ -8,9 +8,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.sglang.processes import FORKED, Encoder, Sglang, documented, language_model_arguments
+from bench.harness.sglang import FORKED, Encoder, Sglang, documented, language_model_arguments
+from bench.harness.waiting import wait_until
 from tests.sglang.reference import IMAGE, Reference, prompt
-from tests.waiting import wait_until
 
 FAMILY = "qwen3_vl"
 ONE = prompt(IMAGE, "What is in the picture?")

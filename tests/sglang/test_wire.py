@@ -15,9 +15,9 @@ import pytest
 import torch
 import zmq
 
+from bench.harness.sglang import Encoder, Sglang
 from tests.engines.pictures import clip, data_url
 from tests.sglang.frames import CLASSES, message_of
-from tests.sglang.processes import Encoder, Sglang
 from tests.sglang.reference import Reference
 
 pytestmark = pytest.mark.timeout(600)

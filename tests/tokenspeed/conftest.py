@@ -14,8 +14,8 @@ import pytest
 if importlib.util.find_spec("smg") is None:
     collect_ignore_glob = ["test_*.py"]
 else:
+    from bench.harness.tokenspeed import Encoder, Gateway, PrefillWorker
     from encoder_service.checkpoints.synthetic import make_checkpoint
-    from tests.tokenspeed.processes import Encoder, Gateway, PrefillWorker
 
 FAMILIES = ("qwen3_vl", "qwen3_5", "kimi_k25")
 # How the gateway sends pixels, and the dtype of pixels and rows.

@@ -13,17 +13,16 @@ from pathlib import Path
 import grpc
 import pytest
 import torch
-import typer
 from smg.launch_router import parse_router_args
 
+from bench.harness.tokenspeed import SHM, Gateway, PrefillWorker, ReceivingEngine, blocks, jpeg
+from bench.harness.waiting import PATIENCE_S, wait_until
 from encoder_service import cli
 from encoder_service.config import parse_settings
 from encoder_service.towers import Tower, load_tower
 from tests.engines.pictures import clip
 from tests.integration.tokenspeed import FAILED, SUCCESS, Rank, encode, image, new_room, random_pixels
 from tests.tokenspeed.conftest import DTYPES, FAMILIES, WAYS
-from tests.tokenspeed.processes import SHM, Gateway, PrefillWorker, ReceivingEngine, blocks, jpeg
-from tests.waiting import PATIENCE_S, wait_until
 
 NUM_REQUESTS = 64
 
@@ -157,9 +156,8 @@ def test_the_documents_other_commands_are_understood(monkeypatch: pytest.MonkeyP
         if words[0] == "python":
             assert parse_router_args(words[3:]).epd_disaggregation
         else:
-            serve = typer.main.get_group(cli.app).commands["serve"]
-            given = serve.make_context("serve", words[2:]).params
-            assert parse_settings(**{name: value or None for name, value in given.items()}).serve_tokenspeed
+            options = cli.serve_command().make_context("serve", words[2:]).params
+            assert parse_settings(**cli.given_options(options)).serve_tokenspeed
     assert parse_settings(model=Path("model")).tokenspeed_rdma == "mlx5_0"
 
 

@@ -1,7 +1,6 @@
 """The bodies of SGLang's requests and of the answers to those that fail, from bytes to records.
 
-Owns the fields and their limits, the content of inline items, and the HTTP status of each error. Pure:
-without I/O and without state.
+Owns the fields and their limits, and the content of inline items. Pure: without I/O and without state.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from typing import Annotated, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from encoder_service import errors
 from encoder_service.errors import InvalidDigest, InvalidRequest, VisionEncoderError
 from encoder_service.protocols.sglang.push import Part
 from encoder_service.rpc.convert import MAX_ITEMS_PER_REQUEST
@@ -34,17 +32,6 @@ MAX_PARTS = 65_536
 MAX_RECEIVERS = 1024
 # Limit on the invalid fields that an error message names.
 MAX_NAMED_FIELDS = 4
-# By error class, or by the nearest base class that is listed. All others: 500.
-STATUSES: dict[type[VisionEncoderError], int] = {
-    errors.InvalidInput: 400,
-    errors.BodyTooLarge: 413,
-    errors.PermissionDenied: 403,
-    errors.Overloaded: 503,
-    errors.Unavailable: 503,
-    errors.DeviceFault: 503,
-    errors.TransportUnavailable: 504,
-    errors.DeadlineExceeded: 504,
-}
 
 
 class Body(BaseModel):
@@ -184,10 +171,6 @@ def url_message(item: MediaItem, modality: Modality) -> pb.Item:
         raise InvalidRequest("the URL has characters outside of ASCII")
     value = pb.Modality.Value(f"MODALITY_{modality.name}")
     return pb.Item(modality=value, url=item.url, content_digest=item.digest or b"")
-
-
-def http_status(error: VisionEncoderError) -> int:
-    return next((STATUSES[base] for base in type(error).__mro__ if base in STATUSES), 500)
 
 
 def error_body(error: VisionEncoderError, req_id: str) -> str:

@@ -30,6 +30,7 @@ from encoder_service.config import Settings
 from encoder_service.errors import InvalidRequest
 from encoder_service.ingest.workers import MAX_HASHED_ON_LOOP_BYTES
 from encoder_service.ops.http_server import read_body
+from encoder_service.ops.http_status import http_status
 from encoder_service.ops.logs import REQUEST_ID_KEY, bind_request, request_id_of
 from encoder_service.ops.metrics import Metrics
 from encoder_service.ops.shares import Holder
@@ -44,7 +45,6 @@ from encoder_service.protocols.sglang.requests import (
     EncodeRequest,
     MediaItem,
     error_body,
-    http_status,
     inline_content,
     parse_encode,
     parse_object,

@@ -81,7 +81,7 @@ async def test_the_third_at_a_time_is_turned_away(rig: Rig, playground: Playgrou
 
 
 def web(playground: Playground | None = None) -> httpx.AsyncClient:
-    readiness: Any = SimpleNamespace(is_alive=lambda: True, not_ready_because=lambda: None)
+    readiness: Any = SimpleNamespace(is_alive=lambda: True, not_ready=None)
     max_bytes = 0 if playground is None else playground.max_bytes
     app = RequestLimits(
         create_admin_app(readiness, Metrics(), playground), HttpLimits(16, max_bytes, 4 * max_bytes)
@@ -98,7 +98,7 @@ async def test_errors_carry_their_reason_and_leave_nothing_behind(rig: Rig, play
             (fake_image(4, 4), UPLOAD, 200, None),
             (b"no image", UPLOAD, 400, "UNDECODABLE_IMAGE"),
             (bytes(5000), UPLOAD, 413, "BODY_TOO_LARGE"),
-            (fake_image(32, 32), UPLOAD, 413, "IMAGE_TOO_LARGE"),  # 1024 patches, as of every item
+            (fake_image(32, 32), UPLOAD, 400, "IMAGE_TOO_LARGE"),  # 1024 patches, as of every item
             # What a form of any page elsewhere could send.
             (fake_image(4, 4), {"content-type": "text/plain"}, 400, "INVALID_INPUT"),
             (fake_image(4, 4), {"content-type": "multipart/form-data"}, 400, "INVALID_INPUT"),
@@ -106,6 +106,11 @@ async def test_errors_carry_their_reason_and_leave_nothing_behind(rig: Rig, play
             answer = await client.post("/v1/playground", content=body, headers=headers)
             assert (answer.status_code, answer.json().get("reason")) == (status, reason)
     assert (rig.pipeline.admission.num_bytes, rig.pipeline.admission.num_patches) == (0, 0)
+
+
+async def test_it_is_off_unless_it_is_asked_for() -> None:
+    async with web() as client:
+        assert (await client.post("/v1/playground", content=b"", headers=UPLOAD)).status_code == 404
 
 
 async def test_a_body_without_a_length_is_not_read_beyond_the_limit(
@@ -133,7 +138,7 @@ async def test_a_full_service_answers_with_a_retry_time(rig: Rig, playground: Pl
     async with web(playground) as client:
         answer = await client.post("/v1/playground", content=fake_image(4, 4), headers=UPLOAD)
     permit.release()
-    assert (answer.status_code, answer.json()["reason"]) == (429, "QUEUE_FULL")
+    assert (answer.status_code, answer.json()["reason"]) == (503, "QUEUE_FULL")
     assert int(answer.headers["retry-after"]) >= 1
 
 
@@ -168,6 +173,6 @@ def test_the_components_are_fitted_to_a_bounded_number_of_rows(monkeypatch: pyte
         seen.append(matrix.shape)
         return plain(matrix)
 
-    monkeypatch.setattr(module.np.linalg, "eigh", watched)
+    monkeypatch.setattr(np.linalg, "eigh", watched)
     assert rows_as_colours(torch.randn(5000, 16)).shape == (5000, 3)
     assert seen[0][0] <= module.MAX_FITTED_ROWS

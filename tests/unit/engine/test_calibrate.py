@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import pytest
 import torch
@@ -88,7 +89,7 @@ def us_of(cost: CostModel, noise: float = 0.0, seed: int = 0) -> Callable[[Launc
 )
 def test_calibration_finds_the_cost_of_the_device(true: CostModel) -> None:
     runner = FakeRunner(default_ladder(16384), us_of(true))
-    found = calibrate(runner, MERGE, clock=runner.clock)
+    found = calibrate(cast("GraphRunner", runner), MERGE, clock=runner.clock)
     assert found is not None
     for field in ("fixed_us", "us_per_patch", "us_per_square", "us_per_slot_patch"):
         assert getattr(found.cost, field) == pytest.approx(getattr(true, field), rel=1e-3, abs=1e-9), field
@@ -101,7 +102,7 @@ def test_a_noisy_device_is_predicted_within_five_percent_at_other_batches(seed: 
     true = CostModel(900.0, 1.7, 2.3e-4, 1e-3)
     ladder = default_ladder(16384)
     runner = FakeRunner(ladder, us_of(true, 0.03, seed))
-    found = calibrate(runner, MERGE, clock=runner.clock)
+    found = calibrate(cast("GraphRunner", runner), MERGE, clock=runner.clock)
     assert found is not None
     generator = random.Random(seed)
     for _ in range(200):
@@ -115,7 +116,7 @@ def test_a_noisy_device_is_predicted_within_five_percent_at_other_batches(seed: 
 def test_a_device_whose_time_rises_in_steps_gets_a_curve() -> None:
     steps = ((64, 900.0), (784, 1000.0), (1568, 3900.0), (4096, 4100.0), (8192, 14000.0), (16384, 22000.0))
     runner = FakeRunner(default_ladder(16384), us_of(CostModel(0.0, 1.5, 2e-4, 1e-3, curve=steps)))
-    found = calibrate(runner, MERGE, clock=runner.clock)
+    found = calibrate(cast("GraphRunner", runner), MERGE, clock=runner.clock)
     assert found is not None
     assert found.cost.curve
     assert found.mean_error <= found.max_error < 0.01
@@ -127,9 +128,9 @@ def test_a_device_whose_time_rises_in_steps_gets_a_curve() -> None:
 
 def test_rounds_end_with_the_budget_but_not_before_two() -> None:
     slow = FakeRunner(default_ladder(4096), us_of(CostModel(1e5, 10.0, 1e-3)))
-    assert calibrate(slow, MERGE, clock=slow.clock, budget_s=0.0) is not None
+    assert calibrate(cast("GraphRunner", slow), MERGE, clock=slow.clock, budget_s=0.0) is not None
     fast = FakeRunner(default_ladder(4096), us_of(CostModel(10.0, 0.1, 1e-6)))
-    assert calibrate(fast, MERGE, clock=fast.clock) is not None
+    assert calibrate(cast("GraphRunner", fast), MERGE, clock=fast.clock) is not None
     batches = len(calibration_batches(slow.ladder, MERGE))
     assert len(slow.launched) == batches * (1 + MIN_ROUNDS)
     assert len(fast.launched) == batches * (1 + MAX_ROUNDS)
@@ -137,7 +138,7 @@ def test_rounds_end_with_the_budget_but_not_before_two() -> None:
 
 def test_one_bucket_determines_no_cost() -> None:
     runner = FakeRunner(BucketLadder([Bucket(64, 1, 64)]), us_of(default_ladder(4).cost))
-    assert calibrate(runner, MERGE, clock=runner.clock) is None
+    assert calibrate(cast("GraphRunner", runner), MERGE, clock=runner.clock) is None
 
 
 @settings(deadline=None, max_examples=30)

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.harness.waiting import wait_until
 from encoder_service.engine import device
 from encoder_service.engine.device import DeviceEngine
 from encoder_service.engine.jobs import TowerResult
@@ -22,7 +23,6 @@ from encoder_service.scheduler.timeline import LEAD_S, LIKELY
 from encoder_service.types import Grid, PatchItem, TowerItem
 from tests.fakes import FakePreprocessor, FakeTower
 from tests.unit.engine.held_launcher import POISON, HeldBatch, HeldLauncher
-from tests.waiting import wait_until
 
 PATCHES = 16
 LOST = torch.AcceleratorError("CUDA error: unspecified launch failure")

@@ -11,8 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from encoder_service import app
-from encoder_service.app import capture_graphs
+from encoder_service import startup
 from encoder_service.checkpoints.synthetic import make_checkpoint
 from encoder_service.config import Settings
 from encoder_service.engine.fast_path import ladder_of
@@ -122,10 +121,10 @@ def test_the_service_asks_for_what_its_preprocessor_allows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: dict[str, Any] = {}
-    monkeypatch.setattr(app, "build_graph_runner", lambda tower, **given: asked.update(given))
+    monkeypatch.setattr(startup, "build_graph_runner", lambda tower, **given: asked.update(given))
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     _, preprocessor = opened(tmp_path, "kimi_k25")
     tower = SimpleNamespace(device=torch.device("cuda"))
     model = SimpleNamespace(tower=tower, preprocessor=preprocessor)
-    capture_graphs(model, Settings(model=tmp_path))  # type: ignore[arg-type]
+    startup.capture_graphs(model, Settings(model=tmp_path))  # type: ignore[arg-type]
     assert (asked["max_patches"], asked["longest_item"]) == (BUDGET, 4 * 446 * 12)

@@ -10,10 +10,10 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from bench.harness.waiting import PATIENCE_S
 from encoder_service.ingest.workers import IngestWorkers
 from encoder_service.ops.shares import Holder
 from tests.unit.service.rig import until
-from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.anyio
 

@@ -57,6 +57,7 @@ def test_p29_p33_frames_beside_patches_land_in_their_own_rows_and_padding_is_zer
             torch.full((64, preprocessor.patch_dim), MARK, dtype=torch.bfloat16, device=device)
             for _ in range(2)
         )
+        assert preprocessor.patch_layout is not None
         KernelCutter(preprocessor.patch_layout).cut(items, uploaded, padded.items, found)
         PlainCutter(preprocessor).cut(items, uploaded, padded.items, expected)
         assert torch.equal(found[:num_patches], expected[:num_patches])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -33,7 +35,8 @@ def expanded(inputs: FusedInputs, device: torch.device, *, merge_size: int, merg
         num_merged=inputs.num_rows * merge_size**2,
         num_frames=inputs.num_frames,
     )
-    return PatchTables(*(None if table is None else table.cpu() for table in tables))
+    copies: Any = (None if table is None else table.cpu() for table in tables)
+    return PatchTables(*copies)
 
 
 def assert_equal_tables(
@@ -67,7 +70,7 @@ def test_p29_tables_of_random_mixes_are_the_hosts(
     grids = data.draw(batches(merge_size), label="grids")
     builder = FusedInputBuilder(lambda grid: None, merge_size=merge_size, merges_time=merges_time)
     inputs = builder.prepare(grids)
-    sizes = {"merge_size": merge_size, "merges_time": merges_time}
+    sizes: dict[str, Any] = {"merge_size": merge_size, "merges_time": merges_time}
     assert_equal_tables(expanded(inputs, device, **sizes), inputs, grids, **sizes)
     # The same in a bucket: full, or with room for patches, sequences and frames.
     extra = data.draw(st.sampled_from([0, 1, 40]), label="extra") * merge_size**2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -51,7 +52,7 @@ def test_turns_follow_the_layout(layout: str, of_row: list[float], of_column: li
 @pytest.mark.parametrize("step", ["rotate", "gelu", "add_attention", "add_mlp"])
 @pytest.mark.parametrize("layout", ["blocked", "interleaved"])
 def test_a_right_gemm_passes_the_check_and_a_wrong_one_does_not(
-    step: str, layout: str, device: torch.device
+    step: Any, layout: str, device: torch.device
 ) -> None:
     shape = BlockShape(32, 48, 2, 100.0, layout)  # type: ignore[arg-type]
     trial = make_trial(step, shape, 24, torch.float32, device)

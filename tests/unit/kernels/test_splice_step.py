@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -57,7 +56,7 @@ def expected_step(
 
 
 @pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Entries of each launch of the kernel."""
     sizes: list[int] = []
     plain = scatter_rows.scatter_rows_

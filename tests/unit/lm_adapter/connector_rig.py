@@ -17,6 +17,7 @@ from unittest import mock
 
 import torch
 
+from bench.harness.waiting import PATIENCE_S, wait_until
 from lm_adapter.engines.shared.geometry import Geometry
 from lm_adapter.engines.vllm import connector as connector_module
 from lm_adapter.engines.vllm.connector import ConnectorMethods
@@ -26,7 +27,6 @@ from lm_adapter.engines.vllm.rank_socket import StepRows
 from lm_adapter.engines.vllm.worker.ranks import RankReader
 from lm_adapter.items import Grid
 from lm_adapter.keys import content_digest
-from tests.waiting import PATIENCE_S, wait_until
 
 BUSY = SimpleNamespace(
     total_num_scheduled_tokens=1,

@@ -13,6 +13,7 @@ from pathlib import Path
 import grpc
 import pytest
 
+from bench.harness.waiting import wait_until
 from lm_adapter import (
     AsyncVisionEncoderClient,
     CallCancelled,
@@ -34,7 +35,6 @@ from lm_adapter.testing import FakeEncoder, Fault, fake_model
 from lm_adapter.types import Limits
 from tests.unit.lm_adapter.client_drivers import Open, SyncDriver, opener
 from tests.unit.lm_adapter.test_client import assert_rows_of, digest_of, image
-from tests.waiting import wait_until
 from vision_encoder.layout.host import host_id
 from vision_encoder.v1 import encoder_pb2 as pb
 

@@ -13,6 +13,7 @@ import grpc
 import numpy as np
 import pytest
 
+from bench.harness.waiting import wait_until
 from lm_adapter import (
     CallFailed,
     DeadlineExceeded,
@@ -36,7 +37,6 @@ from lm_adapter.testing import FakeEncoder, Fault
 from tests.unit.lm_adapter.client_drivers import AsyncDriver, Driver, Open, SyncDriver, opener
 from tests.unit.lm_adapter.interpreter import output_of
 from tests.unit.lm_adapter.test_client import assert_rows_of, digest_of, image
-from tests.waiting import wait_until
 from vision_encoder.layout.keys import ROUTING_KEY
 
 DRAINING = ItemFailed("the service is stopping", reason="DRAINING", status=14, retryable=True)

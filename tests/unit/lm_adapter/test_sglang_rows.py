@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bench.harness.waiting import wait_until
 from lm_adapter.engines.hf.checkpoint import VisionInterface
 from lm_adapter.engines.sglang.prompt import ImagePrompt, with_placeholders
 from lm_adapter.engines.sglang.rows import ByteLimit, RowReader
@@ -21,7 +22,6 @@ from lm_adapter.items import Grid
 from lm_adapter.keys import content_digest
 from lm_adapter.testing import FakeEncoder, Fault, fake_model, fake_rows
 from lm_adapter.types import EncodedRows
-from tests.waiting import wait_until
 
 pytestmark = pytest.mark.anyio
 MODEL = fake_model("qwen3_vl")

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from bench.harness.waiting import wait_until
 from lm_adapter import (
     AsyncVisionEncoderClient,
     CacheTier,
@@ -34,7 +35,6 @@ from tests.unit.lm_adapter import shm_rig
 from tests.unit.lm_adapter.client_drivers import DRIVERS, Driver, Open, opener
 from tests.unit.lm_adapter.shm_rig import NAMESPACE, Encoder
 from tests.unit.lm_adapter.test_client import assert_rows_of, digest_of, image
-from tests.waiting import wait_until
 from vision_encoder.layout import LAYOUT_VERSION, control_page, directory
 from vision_encoder.v1 import broker_pb2
 from vision_encoder.v1 import encoder_pb2 as pb

@@ -17,6 +17,7 @@ from typing import Any, cast
 import pytest
 import torch
 
+from bench.harness.waiting import wait_until
 from lm_adapter.engines.shared.encoder_thread import EncoderThread
 from lm_adapter.engines.shared.geometry import Geometry
 from lm_adapter.engines.vllm import connector as connector_module
@@ -34,7 +35,6 @@ from lm_adapter.errors import (
     RequestRefused,
 )
 from tests.unit.lm_adapter.connector_rig import Connector, engine_config
-from tests.waiting import wait_until
 
 PATIENCE_S = 30.0
 NOWHERE = "127.0.0.1:1"

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from bench.harness.waiting import PATIENCE_S, wait_until
 from lm_adapter.engines.shared.error_text import MAX_MESSAGE_CHARS, status_of
 from lm_adapter.engines.vllm import failures as failures_module
 from lm_adapter.engines.vllm.failures import MAX_KEPT, Failures, send_report
@@ -27,7 +28,6 @@ from lm_adapter.errors import (
     RequestRefused,
     StreamViolation,
 )
-from tests.waiting import PATIENCE_S, wait_until
 
 ERROR = ItemFailed("the file is no image", reason="UNDECODABLE_IMAGE", status=3)
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from encoder_service.app import within_descriptors
 from encoder_service.config import Settings, parse_settings
+from encoder_service.startup import within_descriptors
 
 
 @pytest.mark.parametrize(("limits", "expected"), [("-Sn 100", "hard"), ("-n 300", "300")])

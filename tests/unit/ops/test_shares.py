@@ -79,8 +79,8 @@ def test_no_order_exceeds_the_limit_or_loses_any(limit: int, steps: list[tuple[i
         assert shares.num_used == sum(amount for _, amount in taken) <= limit
         large = [shares.held_by((f"peer {index}",)) for index in range(4)]
         assert sum(held > max(limit * 3 // 4, 40) for held in large) <= 1
-    for holder, amount in taken:
-        shares.give_back(holder, amount)
+    for left in taken:
+        shares.give_back(*left)
     assert shares.num_used == 0
     assert shares.room(("anyone",)) == limit
 

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
+from bench.harness.waiting import wait_until
 from encoder_service.config import parse_settings
 from encoder_service.errors import ConfigurationError, PermissionDenied, Unauthenticated
 from encoder_service.ops import reloaded
@@ -23,7 +24,6 @@ from encoder_service.ops.reloaded import MAX_FILE_BYTES, read
 from encoder_service.ops.tokens import NamespaceTokens
 from encoder_service.rpc.auth import bearer_token, check_caller, check_namespace
 from encoder_service.rpc.server import is_reachable, open_tokens
-from tests.waiting import wait_until
 
 
 def metadata(*values: object) -> tuple[tuple[str, object], ...]:

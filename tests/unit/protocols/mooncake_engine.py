@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from tests.waiting import PATIENCE_S
+from bench.harness.waiting import PATIENCE_S
 
 
 class FakeMooncake:

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 
+from bench.harness.waiting import PATIENCE_S
 from encoder_service.config import parse_settings
 from encoder_service.errors import ConfigurationError, TransportUnavailable
 from encoder_service.protocols.tokenspeed import mooncake as module
 from encoder_service.protocols.tokenspeed.mooncake import Mooncake
 from tests.unit.protocols.mooncake_engine import FakeMooncake, fake_mooncake
-from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.anyio
 CPU, SIZE_BYTES = torch.device("cpu"), 1 << 20

@@ -15,12 +15,10 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from encoder_service import errors
-from encoder_service.errors import InvalidDigest, InvalidInput, InvalidRequest, VisionEncoderError
+from encoder_service.errors import InvalidDigest, InvalidRequest
 from encoder_service.protocols.sglang.requests import (
     MediaItem,
     error_body,
-    http_status,
     inline_content,
     parse_encode,
     parse_object,
@@ -202,18 +200,6 @@ def test_a_url_becomes_a_message_of_the_services_contract() -> None:
 
 
 # -- answers -------------------------------------------------------------------------------------------
-
-
-def test_every_error_has_the_status_of_its_kind() -> None:
-    """A caller may come again after 503 and 504 alone."""
-    for kind in vars(errors).values():
-        if not (isinstance(kind, type) and issubclass(kind, VisionEncoderError)):
-            continue
-        status = http_status(kind("words"))
-        assert (400 <= status < 500) == issubclass(kind, InvalidInput | errors.PermissionDenied), kind
-        assert status in (503, 504) or not kind.retryable, kind
-    assert http_status(errors.BodyTooLarge("words")) == 413
-    assert http_status(errors.InternalError("words")) == 500
 
 
 def test_an_error_is_an_object_in_ascii() -> None:

@@ -13,6 +13,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
+from bench.harness.waiting import PATIENCE_S
 from encoder_service.errors import (
     ConfigurationError,
     InvalidRequest,
@@ -20,7 +21,6 @@ from encoder_service.errors import (
     TransportUnavailable,
 )
 from encoder_service.protocols.zmq_push import Receivers, Sender
-from tests.waiting import PATIENCE_S
 
 MODULE = "encoder_service.protocols.zmq_push"
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from encoder_service import app
+from encoder_service import startup
 from encoder_service.checkpoints.synthetic import make_checkpoint
 from encoder_service.config import Settings, parse_settings
 from encoder_service.ingest.pixel_segments import PixelSegments
@@ -25,7 +25,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Settings:
 
 
 def test_shared_memory_is_announced_where_there_is_a_broker(settings: Settings, tmp_path: Path) -> None:
-    model = app.load_model(settings)
+    model = startup.load_model(settings)
     store = open_store(settings, on_copy_error=lambda error: False)
     answer = server_info(settings, model, store, "instance")
     assert [each.delivery for each in answer.transports] == [pb.DELIVERY_INLINE]

@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
+from bench.harness.waiting import PATIENCE_S
 from encoder_service.engine.device import DeviceEngine
 from encoder_service.ingest.preprocessor import Preprocessor
 from encoder_service.ingest.workers import IngestWorkers
@@ -18,7 +19,6 @@ from encoder_service.store.embedding_store import EmbeddingStore, Partition, hos
 from encoder_service.types import EncodedFile, Item, Modality
 from tests.fakes import FakePreprocessor, FakeTower, fake_image
 from tests.unit.store.integrity import check_store, num_holds
-from tests.waiting import PATIENCE_S
 
 
 def memory_store(num_bytes: int = 1 << 20) -> EmbeddingStore:

@@ -9,10 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors import safe_open
 from typer.testing import CliRunner, Result
 
 from encoder_service.cli import app, begins_as_clip, plain
+from lm_adapter import ImageItem, VisionEncoderClient
 from lm_adapter.errors import ItemFailed
 from lm_adapter.items import Modality
 from lm_adapter.keys import content_digest
@@ -59,6 +61,30 @@ def rows_of(out: Path) -> list[int]:
 
 def is_shown_as_it_is(text: str) -> bool:
     return all(char.isprintable() or char == "\n" for char in text)
+
+
+def test_rows_are_written_in_input_order_with_what_names_them(fake: FakeEncoder, tmp_path: Path) -> None:
+    paths, out = written(tmp_path, "a.png", "b.png", "c.png"), tmp_path / "rows"
+    assert encode(fake, *paths, "--out", out).exit_code == 0
+    with VisionEncoderClient(fake.target, timeout_s=30) as client:
+        expected = [client.encode_one(ImageItem(path.read_bytes())) for path in paths]
+    with safe_open(out, "pt") as found:
+        metadata = found.metadata()
+        for index, rows in enumerate(expected):
+            assert torch.equal(found.get_tensor(f"rows.{index}"), rows.torch())
+            assert found.get_tensor(f"grid_thw.{index}").tolist() == list(rows.grid_thw)
+            assert metadata[f"key.{index}"] == rows.key.hex()
+            assert metadata[f"content_digest.{index}"] == content_digest(paths[index].read_bytes()).hex()
+        assert metadata["dtype"] == expected[0].dtype
+        assert metadata["num_deepstack_levels"] == str(expected[0].num_deepstack_levels)
+
+
+def test_a_checkpoint_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    (path,) = written(tmp_path, "a.png")
+    arguments = ["make-checkpoint", str(path / "checkpoint"), "--family", "qwen3_vl"]
+    failed = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert failed.exit_code == 1
+    assert failed.stderr.startswith(f"vision-encoder: cannot write {path / 'checkpoint'}: ")
 
 
 @pytest.mark.parametrize("name", NAMES, ids=ascii)

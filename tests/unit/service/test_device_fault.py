@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from encoder_service.app import Service
+from bench.harness.waiting import PATIENCE_S
 from encoder_service.config import parse_settings
 from encoder_service.pipeline import ServedModel
+from encoder_service.serve import Service
+from encoder_service.startup import build_engine
 from tests.fakes import FakePreprocessor, FakeTower
 from tests.unit.service.rig import memory_store
 from tests.unit.store.arenas import expected, land
-from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.anyio
 
@@ -24,7 +25,8 @@ async def test_a_device_fault_freezes_the_store_before_the_service_stops() -> No
     service = Service(parse_settings(model=Path("/m")))
     service.store = store = memory_store()
     model = ServedModel("fake", "fake", b"m" * 32, FakeTower(), FakePreprocessor())
-    service._engine = engine = service._build_engine(model, None)
+    engine = build_engine(service.settings, model, None, service.metrics, service.on_device_fault)
+    service.engine = engine
     assert land(store, 1)
     error = torch.AcceleratorError("CUDA error: unspecified launch failure")
     engine_thread = threading.Thread(target=engine.report, args=(error,))

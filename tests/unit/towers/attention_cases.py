@@ -43,11 +43,12 @@ def packed(
     *,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
-) -> tuple[torch.Tensor, ...]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """q, k, v [P, H, d] as strided parts of one projection [P, 3, H, d]."""
     generator = torch.Generator().manual_seed(num_patches * 1000 + head_dim)
     qkv = torch.randn(num_patches, 3, num_heads, head_dim, generator=generator)
-    return qkv.to(device, dtype).unbind(1)
+    q, k, v = qkv.to(device, dtype).unbind(1)
+    return q, k, v
 
 
 def exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seqlens: Sequence[int]) -> torch.Tensor:

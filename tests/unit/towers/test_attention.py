@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -38,9 +40,9 @@ def test_a_run_of_equal_lengths_is_one_call_or_one_for_each(
     one_by_one: bool, calls: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shapes: list[tuple[int, ...]] = []
-    original = sdpa.scaled_dot_product_attention
+    original = torch.nn.functional.scaled_dot_product_attention
 
-    def counted(q: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+    def counted(q: torch.Tensor, *rest: Any) -> torch.Tensor:
         shapes.append(tuple(q.shape))
         return original(q, *rest)
 
@@ -52,7 +54,7 @@ def test_a_run_of_equal_lengths_is_one_call_or_one_for_each(
 def test_p29_padding_is_attended_by_none_and_stays_finite() -> None:
     q, k, v = packed(16, 2, 8)
     alone = SdpaAttention().attend(q[:10], k[:10], v[:10], bounds_of((6, 4)))
-    poisoned = [x.clone() for x in (q, k, v)]
+    poisoned = q.clone(), k.clone(), v.clone()
     for x in poisoned:
         x[10:] = torch.nan
     found = SdpaAttention().attend(*poisoned, bounds_of((6, 4)))

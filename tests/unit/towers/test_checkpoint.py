@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -81,7 +82,7 @@ def test_only_vision_tensors_are_read(tmp_path: Path, monkeypatch: pytest.Monkey
     make_checkpoint(tmp_path / "tower", family, "tiny", 3)
     opened: list[str] = []
     read: list[str] = []
-    original = checkpoint.safe_open
+    original = safetensors.safe_open
 
     class Recorder:
         def __init__(self, file: Path, **options: Any) -> None:

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
+from bench.harness.reference import KIMI_VISION_NAMES
 from encoder_service.checkpoints.synthetic import config_for
 from encoder_service.errors import UnsupportedCheckpoint
 from encoder_service.towers.moonvit import MoonViTConfig
 from encoder_service.towers.qwen3_vl import QwenVisionConfig
 from encoder_service.towers.registry import FAMILIES, parse_config
-from tests.parity.reference import KIMI_VISION_NAMES
 
 
 def kimi_in_reference_spelling(size: str) -> dict[str, Any]:

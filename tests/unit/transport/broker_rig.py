@@ -11,10 +11,10 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from bench.harness.waiting import PATIENCE_S
 from encoder_service.broker import Broker, BrokerLimits, BrokerOptions
 from encoder_service.store.arena import Arena
 from encoder_service.store.host_memory import HostMemory
-from tests.waiting import PATIENCE_S
 from vision_encoder.layout import LAYOUT_VERSION
 from vision_encoder.layout.frames import FrameReader, encode_frame
 from vision_encoder.v1 import broker_pb2 as pb

@@ -21,6 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
+from bench.harness.waiting import wait_until
 from encoder_service import broker as broker_module
 from encoder_service.broker import Broker, BrokerLimits, ListeningSocket
 from encoder_service.errors import ConfigurationError
@@ -33,7 +34,6 @@ from tests.unit.transport.broker_rig import (
     small_arena,
     socket_folder,
 )
-from tests.waiting import wait_until
 from vision_encoder.layout import LAYOUT_VERSION
 from vision_encoder.layout.control_page import read_header
 from vision_encoder.layout.frames import FrameError, FrameReader, encode_frame

@@ -1,6 +1,6 @@
 """Four encoders on the CPU behind a real Envoy, until Ctrl-C: `make fleet`.
 
-python -m tests.fleet CHECKPOINT
+python -m bench.harness.fleet CHECKPOINT
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.fleet.fleet import Fleet
+from bench.harness.fleet.fleet import Fleet
 
 ENCODE = (
     ".venv/bin/vision-encoder encode --fleet --server {} tests/data/photos/coffee.jpg --out rows.safetensors"

@@ -20,9 +20,10 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from tests.fleet.caller_main import FAILED, MISS, WRONG
-from tests.fleet.encoders import ROOT, environment
-from tests.waiting import wait_until
+from bench.harness.fleet.caller_main import FAILED, MISS, WRONG
+from bench.harness.pods import environment
+from bench.harness.processes import ROOT
+from bench.harness.waiting import wait_until
 
 STOP_S = 90.0
 PATIENCE_S = 600.0
@@ -132,9 +133,9 @@ class Callers:
         for number in range(num_processes):
             with (folder / f"caller-{number}.log").open("ab") as errors:
                 process = subprocess.Popen(
-                    [sys.executable, "-m", "tests.fleet.caller_main"],
+                    [sys.executable, "-m", "bench.harness.fleet.caller_main"],
                     cwd=ROOT,
-                    env=environment(),
+                    env=environment(""),
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=errors,

@@ -21,11 +21,10 @@ import numpy as np
 import torch
 from PIL import Image
 
+from bench.harness.ports import free_port
+from bench.harness.processes import ROOT, Process, answers, data_url
+from bench.harness.waiting import PATIENCE_S, wait_until
 from encoder_service.types import Grid
-from tests.engines.pictures import data_url
-from tests.engines.processes import ROOT, Process, answers
-from tests.ports import free_port
-from tests.waiting import PATIENCE_S, wait_until
 from vision_encoder.tokenspeed import tokenspeed_encoder_pb2 as encoder
 
 DOCUMENT = ROOT / "docs" / "tokenspeed.md"
@@ -76,15 +75,15 @@ class Recorder:
         if method.endswith("/Encode"):
             self._keep(encoder.EncodeRequest.FromString(request))
         try:
-            answer: bytes = self._channel.unary_unary(method)(request, timeout=PATIENCE_S)
+            call: grpc.UnaryUnaryMultiCallable[bytes, bytes] = self._channel.unary_unary(method)
+            return call(request, timeout=PATIENCE_S)
         except grpc.RpcError as error:
-            context.abort(error.code(), error.details())
+            context.abort(error.code(), error.details() or "")
             raise
-        return answer
 
     def _keep(self, request: encoder.EncodeRequest) -> None:
         (item,), (room,) = request.mm_inputs.items, (each.bootstrap_room for each in request.items)
-        tensor, via = item.encoder_input, item.encoder_input.WhichOneof("payload")
+        tensor, via = item.encoder_input, item.encoder_input.WhichOneof("payload") or ""
         data = tensor.inline
         if via == "shm":
             with (SHM / tensor.shm.name.lstrip("/")).open("rb") as file:
@@ -201,7 +200,7 @@ class PrefillWorker:
         path = folder / "config.json"
         path.write_text(json.dumps({"folder": str(folder), "workers": workers}))
         self._process = Process(
-            ["-m", "tests.tokenspeed.receiver", str(path)],
+            ["-m", "bench.harness.tokenspeed_receiver", str(path)],
             folder / "prefill.log",
             # The receiver asks Mooncake for RDMA.
             {**ENVIRONMENT, "MC_FORCE_TCP": "1", "HF_HUB_OFFLINE": "1"},
@@ -259,13 +258,13 @@ class Gateway:
                 "--port 30000": f"--port {self.url.rpartition(':')[2]}",
             },
         )
-        place = command.index("--encode")
+        index = command.index("--encode")
         urls = [
             word
             for recorder, each in zip(self.recorders, self.encoders, strict=True)
             for word in ("--encode", f"grpc://127.0.0.1:{recorder.port}", str(each.bootstrap_port))
         ]
-        command[place : place + 3] = urls
+        command[index : index + 3] = urls
         self._process = Process(
             [
                 *(*command[1:], "--host", "127.0.0.1", "--prometheus-port", str(free_port())),

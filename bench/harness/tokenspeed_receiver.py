@@ -1,8 +1,8 @@
 """TokenSpeed's prefill worker on a CPU: its own receiver of rows, behind stand-ins of its workers.
 
-A process: ``python -m tests.tokenspeed.receiver CONFIG``. CONFIG is JSON: ``folder`` for received rows, one
-file ROOM.npy for each, and ``workers``, each with ``port``, ``role``, ``model`` and ``width``, ``levels`` of
-rows.
+A process: ``python -m bench.harness.tokenspeed_receiver CONFIG``. CONFIG is JSON: ``folder`` for received
+rows, one file ROOM.npy for each, and ``workers``, each with ``port``, ``role``, ``model`` and ``width``,
+``levels`` of rows.
 
 TokenSpeed's kernels and its build of Mooncake need a GPU. Its receiver uses neither, but its modules import
 them: stand-ins take their place.
@@ -237,7 +237,7 @@ def main(arguments: Sequence[str]) -> None:
     sys.meta_path.insert(0, Finder())
     import mooncake.engine
 
-    class Engine(mooncake.engine.TransferEngine):  # type: ignore[misc]
+    class Engine(mooncake.engine.TransferEngine):
         """With a method of TokenSpeed's build, which the receiver looks for and does not call."""
 
         batch_transfer_sync_write_pages = None

@@ -19,17 +19,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from tests.waiting import wait_until
+from bench.harness.pods import environment
+from bench.harness.processes import ROOT
+from bench.harness.waiting import wait_until
 
-ROOT = Path(__file__).parents[2]
 PORT = 50051
 STOP_S = 30.0
-
-
-def environment(**more: str) -> dict[str, str]:
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("VE_")}
-    paths = os.pathsep.join((str(ROOT), str(ROOT / "proto"), os.environ.get("PYTHONPATH", "")))
-    return {**inherited, "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **more}
 
 
 @dataclass(frozen=True)
@@ -79,9 +74,9 @@ class EncoderProcesses:
         within = ["ip", "netns", "exec", namespace] if namespace else []
         with (folder / f"encoder-main{namespace}.log").open("ab") as errors:
             self._process = subprocess.Popen(
-                [*within, sys.executable, "-m", "tests.fleet.encoder_main"],
+                [*within, sys.executable, "-m", "bench.harness.fleet.encoder_main"],
                 cwd=ROOT,
-                env=environment(),
+                env=environment(""),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,

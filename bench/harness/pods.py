@@ -20,7 +20,8 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+from bench.harness.processes import ROOT, python_path
+
 START_S, ANSWER_S = 120.0, 120.0
 ISOLATE = ("unshare", "--pid", "--ipc", "--mount", "--fork", "--kill-child", "--mount-proc")
 
@@ -36,10 +37,9 @@ def can_isolate() -> bool:
 def environment(gpu: str) -> dict[str, str]:
     """gpu: as CUDA_VISIBLE_DEVICES names it; empty for none."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("VE_")}
-    paths = (str(ROOT), str(ROOT / "proto"), os.environ.get("PYTHONPATH", ""))
     return {
         **kept,
-        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "PYTHONPATH": python_path(),
         "CUDA_VISIBLE_DEVICES": gpu,
         "OMP_NUM_THREADS": "1",
     }
@@ -76,9 +76,9 @@ class Pod:
         assert "error" not in found, found
         return found
 
-    def ask(self, do: str, **command: object) -> dict[str, Any]:
+    def ask(self, do: str, *, timeout_s: float = ANSWER_S, **command: object) -> dict[str, Any]:
         self.send(do, **command)
-        return self.answer()
+        return self.answer(timeout_s)
 
     @property
     def pid(self) -> int:

@@ -1,7 +1,7 @@
 """The reference implementation, importable on a machine without torchvision's compiled operators.
 
-Owns the one import of the ``transformers`` package in tests, and its vision towers loaded from published
-checkpoints. Leaves what to compare to each test.
+Owns the one import of the ``transformers`` package in tests and benches, and its vision towers loaded from
+published checkpoints. Leaves what to compare to each test.
 """
 
 from __future__ import annotations

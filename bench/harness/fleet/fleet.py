@@ -20,13 +20,13 @@ from typing import Self
 
 import numpy as np
 
+from bench.harness.fleet.callers import Callers, Run
+from bench.harness.fleet.encoders import CutOffNetwork, Encoder, EncoderProcesses
+from bench.harness.fleet.gateway import CONFIG, NAME, AccessLog, Change, Gateway
+from bench.harness.fleet.images import image_file
+from bench.harness.fleet.names import NameServer
+from bench.harness.waiting import wait_until
 from lm_adapter import AsyncVisionEncoderClient, EncodedRows, ImageItem, VisionEncoderClient
-from tests.fleet.callers import Callers, Run
-from tests.fleet.encoders import CutOffNetwork, Encoder, EncoderProcesses
-from tests.fleet.gateway import CONFIG, NAME, AccessLog, Change, Gateway
-from tests.fleet.images import image_file
-from tests.fleet.names import NameServer
-from tests.waiting import wait_until
 
 NUM_IMAGES = 128
 NUM_PROBES = 3000

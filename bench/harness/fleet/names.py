@@ -66,9 +66,9 @@ class NameServer:
 
 def read_question(message: bytes) -> tuple[str, int, int]:
     """Name, type and end of the only question."""
-    labels, place = [], HEADER_BYTES
-    while length := message[place]:
-        labels.append(message[place + 1 : place + 1 + length].decode("ascii").lower())
-        place += 1 + length
-    (kind,) = struct.unpack_from(">H", message, place + 1)
-    return ".".join(labels), kind, place + 5
+    labels, offset = [], HEADER_BYTES
+    while length := message[offset]:
+        labels.append(message[offset + 1 : offset + 1 + length].decode("ascii").lower())
+        offset += 1 + length
+    (kind,) = struct.unpack_from(">H", message, offset + 1)
+    return ".".join(labels), kind, offset + 5

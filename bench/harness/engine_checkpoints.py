@@ -120,7 +120,7 @@ def _drop_tower(folder: Path) -> None:
 
 def _edit(folder: Path, change: Callable[[Tensors], Tensors]) -> None:
     """change: of the tensors of one file."""
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for path in sorted(folder.glob("*.safetensors")):
         kept = change(load_file(path))
         path.unlink()

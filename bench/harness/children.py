@@ -1,7 +1,7 @@
-"""The processes of the transport and serving benches.
+"""Child processes of the transport and serving benches.
 
-Owns starting them as pods of tests/chaos, with one visible GPU or none, and their replies. Also owns running
-the service as users start it, with its metrics and CPU times.
+Owns modules that run as pods with one visible GPU or none and take commands, and the service as users start
+it, with its metrics and CPU times.
 """
 
 from __future__ import annotations
@@ -22,9 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from tests.chaos.pods import ROOT, Pod, environment
+from bench.harness.pods import ANSWER_S, Pod, environment
 
 # As in the service's images (deploy/docker): freed message buffers stay mapped and are reused.
 IMAGE_MALLOC = {
@@ -33,7 +31,6 @@ IMAGE_MALLOC = {
     "MALLOC_TOP_PAD_": "268435456",
 }
 START_S = 60.0
-REPLY_S = 30.0
 STOP_S = 30.0
 SCRAPE_S = 5.0
 CLOCK_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
@@ -51,15 +48,14 @@ def visible_gpu(index: int | None) -> str:
     return visible.split(",")[index] if visible else str(index)
 
 
-class Process(Pod):
-    """A script of this folder that runs as a process; a context manager. Its standard error is this one's."""
+class Child(Pod):
+    """A module that runs as a process; a context manager. Its standard error is this one's."""
 
-    def __init__(self, script: str, role: str, *, gpu: int | None = None) -> None:
-        """role: the script's argument. gpu: index of the only GPU that it sees, as numbered in this process;
+    def __init__(self, module: str, role: str, *, gpu: int | None = None) -> None:
+        """role: the module's argument. gpu: index of the only GPU that it sees, as numbered in this process;
         None: no GPU."""
-        self._name = f"{script} {role}"
-        paths = os.pathsep.join([str(ROOT / "bench"), environment("")["PYTHONPATH"]])
-        super().__init__(visible_gpu(gpu), script, role, PYTHONPATH=paths, **IMAGE_MALLOC)
+        self._name = f"{module} {role}"
+        super().__init__(visible_gpu(gpu), module, role, **IMAGE_MALLOC)
 
     def __enter__(self) -> Self:
         return self
@@ -74,7 +70,7 @@ class Process(Pod):
         except OSError as error:
             raise ProcessFailed(f"{self._name} has ended") from error
 
-    def reply(self, timeout_s: float = REPLY_S) -> dict[str, Any]:
+    def answer(self, timeout_s: float = ANSWER_S) -> dict[str, Any]:
         """The reply to the last command. Raises ProcessFailed. A process that does not reply in time is
         killed, because its late reply would be mistaken for the reply to another command."""
         try:
@@ -85,11 +81,6 @@ class Process(Pod):
         if "error" in reply:
             raise ProcessFailed(f"{self._name}: {reply['error']}")
         return reply
-
-    def ask(self, do: str, *, timeout_s: float = REPLY_S, **command: object) -> dict[str, Any]:
-        """Sends a command and returns its reply. Raises ProcessFailed."""
-        self.send(do, **command)
-        return self.reply(timeout_s)
 
 
 def serve_commands(handlers: Mapping[str, Callable[..., dict[str, Any] | None]]) -> None:

@@ -13,12 +13,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
+from bench.harness.fleet.callers import Measured
+from bench.harness.fleet.encoders import CutOffNetwork
+from bench.harness.fleet.fleet import NUM_IMAGES, Fleet
+from bench.harness.fleet.images import CRASH, HOLD, MIB, image_file
+from bench.harness.waiting import wait_until
 from lm_adapter import EncoderError
-from tests.fleet.callers import Measured
-from tests.fleet.encoders import CutOffNetwork
-from tests.fleet.fleet import NUM_IMAGES, Fleet
-from tests.fleet.images import CRASH, HOLD, MIB, image_file
-from tests.waiting import wait_until
 
 SETTLE_S = 4.0
 """Load goes on for so long after each thing that is done, so that its end shows."""

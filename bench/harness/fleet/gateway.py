@@ -20,10 +20,9 @@ from typing import Any, Self
 
 import yaml
 
-from tests.fleet.encoders import ROOT
-from tests.ports import free_port
-from tests.programs import program
-from tests.waiting import wait_until
+from bench.harness.ports import free_port
+from bench.harness.processes import ROOT, program
+from bench.harness.waiting import wait_until
 
 CONFIG = ROOT / "deploy" / "envoy" / "gateway.yaml"
 NAME = "vision-encoder-headless"

@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from bench.harness.fleet.images import image_file
 from lm_adapter import AsyncVisionEncoderClient, CacheTier, EncoderError, ImageItem
-from tests.fleet.images import image_file
 
 HIT, JOINED, MISS, FAILED, WRONG = range(5)
 STATES = {CacheTier.HOST: HIT, CacheTier.DEVICE: HIT, CacheTier.IN_FLIGHT: JOINED, CacheTier.MISS: MISS}

@@ -21,15 +21,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from encoder_service.app import serve
+from bench.harness.fleet.images import CRASH, HOLD
 from encoder_service.cli import announce, leave
 from encoder_service.config import parse_settings
 from encoder_service.errors import StartupError
 from encoder_service.ingest.preprocessor import OpenItem, Preprocessor
 from encoder_service.ops.logs import configure_logs
 from encoder_service.pipeline import EncodeResult, Pipeline
+from encoder_service.serve import serve
 from encoder_service.types import EncodedFile, Item, LoadedPixels
-from tests.fleet.images import CRASH, HOLD
 
 SLOW_S = 0.4
 ENDING = (signal.SIGINT, signal.SIGTERM)

@@ -12,11 +12,10 @@ from typing import Any, Self
 
 import httpx
 
+from bench.harness.ports import free_port
+from bench.harness.processes import ROOT, Process, Restartable, answers, data_url, documented_in
+from bench.harness.waiting import PATIENCE_S, wait_until
 from lm_adapter.engines.sglang.settings import VARIABLE
-from tests.engines.pictures import data_url
-from tests.engines.processes import ROOT, Process, Restartable, answers, documented_in
-from tests.ports import free_port
-from tests.waiting import PATIENCE_S, wait_until
 
 DOCUMENT = ROOT / "docs" / "sglang.md"
 NUM_TOKENS = 12

@@ -1,0 +1,148 @@
+"""vLLM and an encoder beside it as processes, started by the commands of docs/vllm.md."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from bench.harness.ports import free_port
+from bench.harness.processes import ROOT, Process, Restartable, answers, documented_in
+from lm_adapter import DeadlineExceeded, VisionEncoderClient
+
+DOCUMENT = ROOT / "docs" / "vllm.md"
+# Of one rank on the CPU; imports are the longest part of a start, and forks do not repeat them.
+VLLM_ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    # Compiling the ranks of log-probabilities takes each server ten seconds at its first answer.
+    "TORCH_COMPILE_DISABLE": "1",
+    "VLLM_CACHE_ROOT": str(ROOT / "build" / "vllm-cache"),
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_WORKER_MULTIPROC_METHOD": "fork",
+}
+
+documented = functools.partial(documented_in, DOCUMENT)
+
+
+class Encoder(Restartable):
+    """The service on a port that stays the same. ``with_broker`` decides at each start."""
+
+    def __init__(self, checkpoint: Path, dtype: str, folder: Path, *, device: str = "cpu") -> None:
+        self.port = free_port()
+        self.target = f"127.0.0.1:{self.port}"
+        self._admin = f"127.0.0.1:{free_port()}"
+        # A socket's name has a short limit, which pytest's folders exceed.
+        self._socket_folder = tempfile.TemporaryDirectory(prefix="ve-eng-")
+        self.broker_path = f"{self._socket_folder.name}/broker.sock"
+        self._checkpoint = checkpoint
+        self._dtype = dtype
+        self._device = device
+        super().__init__(folder / "encoder.log")
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+        self._socket_folder.cleanup()
+
+    def start(self, *, with_broker: bool = True) -> None:
+        replaced = {"MODEL": str(self._checkpoint), "127.0.0.1:50051": self.target}
+        command = documented(
+            "vision-encoder serve", {**replaced, "/run/vision-encoder/broker.sock": self.broker_path}
+        )
+        if with_broker and self._device == "cpu":
+            command += ["--arena-bytes", str(64 << 20)]
+        if not with_broker:
+            index = command.index("--broker-path")
+            del command[index : index + 2]
+        self.run(
+            [
+                *("-m", "encoder_service", *command[1:], "--device", self._device, "--dtype", self._dtype),
+                *("--admin-listen", self._admin),
+            ],
+            {"OMP_NUM_THREADS": "1"} if self._device == "cpu" else {},
+            self._is_ready,
+            "the encoder",
+        )
+
+    def num_asked(self) -> int:
+        """Calls since its start that name an image or a clip."""
+        text = httpx.get(f"http://{self._admin}/metrics", timeout=10).text
+        calls = re.findall(
+            r'^ve_requests_total{method="(?:Encode|Prefetch|Fetch)".*} (.*)$', text, re.MULTILINE
+        )
+        return sum(int(float(number)) for number in calls)
+
+    def _is_ready(self) -> bool:
+        with VisionEncoderClient(self.target) as client:
+            try:
+                client.wait_ready(0.5)
+            except DeadlineExceeded:
+                return False
+        return True
+
+
+class VllmServer:
+    """``vllm serve``: with rows from an encoder, or, without ``extra_config``, as it comes."""
+
+    def __init__(
+        self,
+        checkpoint: Path,
+        dtype: str,
+        extra_config: Mapping[str, Any] | None,
+        folder: Path,
+        arguments: Sequence[str] = (),
+        device: str = "cpu",
+    ) -> None:
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._process = Process(
+            [
+                *("-m", "vllm.entrypoints.cli.main"),
+                *serve_arguments(checkpoint, dtype, self.port, extra_config),
+                *arguments,
+            ],
+            folder / "vllm.log",
+            VLLM_ENVIRONMENT if device == "cpu" else {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"},
+        )
+
+    def wait_ready(self) -> None:
+        self._process.wait_for(lambda: answers(f"{self.url}/health"), "vLLM")
+
+    @property
+    def is_running(self) -> bool:
+        return self._process.is_running
+
+    @property
+    def log(self) -> str:
+        return self._process.tail(1 << 22)
+
+    def stop(self) -> None:
+        self._process.stop()
+
+
+def serve_arguments(
+    checkpoint: Path, dtype: str, port: int, extra_config: Mapping[str, Any] | None
+) -> list[str]:
+    """The command of docs/vllm.md, for a tiny model on the CPU; without ``extra_config`` no connector."""
+    tiny = [
+        *("--host", "127.0.0.1", "--dtype", dtype, "--max-model-len", "2048", "--max-num-seqs", "16"),
+        *("--max-num-batched-tokens", "48", "--enforce-eager", "--enable-chunked-prefill"),
+        *("--served-model-name", "model", "--no-enable-log-requests", "--trust-request-mm-kwargs"),
+    ]
+    if extra_config is None:
+        return ["serve", str(checkpoint), "--port", str(port), *tiny]
+    replaced = {"MODEL": str(checkpoint), "8000": str(port), "127.0.0.1:50051": str(extra_config["target"])}
+    command = documented("vllm serve", replaced)
+    index = command.index("--ec-transfer-config") + 1
+    transfer = json.loads(command[index])
+    transfer["ec_connector_extra_config"] |= extra_config
+    command[index] = json.dumps(transfer)
+    return [*command[1:], *tiny]

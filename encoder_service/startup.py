@@ -1,0 +1,217 @@
+"""What the service does before its first request: limits, model, graphs, engine, pipeline, broker.
+
+Functions from settings to parts. ``serve`` calls them in order and owns the parts.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import structlog
+import torch
+from rich.console import Console
+from rich.progress import Progress
+
+from encoder_service.admin.gauges import register_segments
+from encoder_service.broker import Broker, BrokerLimits, broker_options
+from encoder_service.config import Settings
+from encoder_service.engine.device import DeviceEngine
+from encoder_service.engine.fast_path import build_graph_runner
+from encoder_service.engine.graphs import CaptureRecord, GraphRunner
+from encoder_service.errors import ConfigurationError, DeviceFault
+from encoder_service.ingest.cores import usable_cores
+from encoder_service.ingest.decode import DecodeLimits
+from encoder_service.ingest.pixel_segments import PixelSegments
+from encoder_service.ingest.registry import load_preprocessor
+from encoder_service.ingest.urls import MAX_FETCHES
+from encoder_service.ingest.video.source import clip_limits
+from encoder_service.ingest.workers import IngestWorkers
+from encoder_service.ops.metrics import Metrics
+from encoder_service.ops.tokens import NamespaceTokens
+from encoder_service.pipeline import Pipeline, ServedModel
+from encoder_service.protocols.zmq_push import MAX_SENDS
+from encoder_service.rpc.server import EXTRA_CONNECTIONS
+from encoder_service.scheduler.admission import Admission, UndeliveredBytes
+from encoder_service.scheduler.planner import MAX_ITEMS_PER_BATCH, Planner
+from encoder_service.store.embedding_store import EmbeddingStore
+from encoder_service.towers.registry import load_tower
+from encoder_service.types import Grid
+
+log = structlog.get_logger(__name__)
+
+# Descriptors that the process itself opens: files, the device, event loops, the collector of spans.
+OWN_DESCRIPTORS = 256
+# Patches of the pieces that a clip is encoded in. A piece has at least one frame pair or chunk.
+CLIP_PIECE_PATCHES = 8192
+
+
+def within_descriptors(settings: Settings, limit: int) -> Settings:
+    """The settings, with max_connections reduced if all connections together could need more descriptors
+    than ``limit``. At least a quarter of the limit is for connections."""
+    num_protocols = bool(settings.serve_sglang) + bool(settings.serve_tokenspeed)
+    num_grpc = len(settings.listen) + bool(settings.serve_tokenspeed)
+    num_http = bool(settings.admin_listen) + num_protocols
+    num_addresses = num_http + num_grpc * (1 + EXTRA_CONNECTIONS)  # gRPC accepts some more, and ends them
+    num_others = OWN_DESCRIPTORS + MAX_FETCHES * bool(settings.url_allow) + 2 * MAX_SENDS * num_protocols
+    if settings.broker_path:
+        num_others += BrokerLimits.within(limit).num_descriptors
+    num_needed = num_others + math.ceil(num_addresses * settings.max_connections)
+    if num_needed <= limit:
+        return settings
+    num_left = max(limit - num_others, limit // 4)
+    reduced = max(1, int(num_left / num_addresses))
+    log.warning(
+        "fewer connections are accepted than set: the limit on descriptors is low",
+        needed=num_needed,
+        limit=limit,
+        max_connections=settings.max_connections,
+        taken_on_one_address=reduced,
+        remedy=f"raise the hard limit (ulimit -Hn) to {num_needed}, or lower max_connections",
+    )
+    return settings.model_copy(update={"max_connections": reduced})
+
+
+def open_segments(settings: Settings, prefixes: tuple[str, ...], metrics: Metrics) -> PixelSegments | None:
+    """Reads pixels from shared-memory segments with these prefixes. None without a prefix."""
+    if not prefixes:
+        return None
+    segments = PixelSegments(
+        prefixes, max_tensor_bytes=settings.max_message_bytes, allowed_uids=settings.shm_allowed_uids
+    )
+    register_segments(metrics, segments)
+    return segments
+
+
+def start_broker(
+    settings: Settings, instance_id: str, store: EmbeddingStore, tokens: NamespaceTokens
+) -> Broker | None:
+    """The broker, serving; None without broker_path. Raises ConfigurationError."""
+    if not settings.broker_path:
+        return None
+    broker = Broker(broker_options(settings, instance_id), store.arenas(), tokens.opens)
+    broker.start()
+    return broker
+
+
+def load_model(settings: Settings) -> ServedModel:
+    """The checkpoint's tower and preprocessor. Raises StartupError; runs on a worker thread."""
+    device = torch.device(settings.device)
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ConfigurationError(f"device is {settings.device}, but torch sees no CUDA device")
+        if (device.index or 0) >= torch.cuda.device_count():
+            raise ConfigurationError(
+                f"device is {settings.device}, but torch sees {torch.cuda.device_count()} CUDA device(s)"
+            )
+    default = torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype = default if settings.dtype is None else getattr(torch, settings.dtype)
+    loaded = load_tower(settings.model, device=device, dtype=dtype)
+    limits = DecodeLimits(settings.max_encoded_bytes, settings.max_image_pixels)
+    clips = clip_limits(settings, settings.max_image_pixels, settings.ingest_threads or usable_cores())
+    preprocessor = load_preprocessor(settings.model, loaded.tower.family, limits, clips, settings.transparent)
+    if preprocessor.patch_dim != loaded.tower.patch_dim:
+        raise ConfigurationError(
+            f"{settings.model}: the processor makes patches of {preprocessor.patch_dim} elements, the tower "
+            f"takes {loaded.tower.patch_dim}"
+        )
+    name = settings.model_name or settings.model.resolve().name
+    return ServedModel(
+        name,
+        loaded.tower.family,
+        loaded.fingerprint,
+        loaded.tower,
+        preprocessor,
+    )
+
+
+def capture_graphs(model: ServedModel, settings: Settings) -> GraphRunner | None:
+    """The fast path, every graph captured, or None where the plain tower serves. Runs on a thread of its
+    own; shows its progress on a terminal. Raises ConfigurationError."""
+    device = model.tower.device
+    if device.type != "cuda" or settings.tower == "plain":
+        return None
+    torch.cuda.set_device(device)
+    with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as progress:
+        bar = progress.add_task("capturing graphs", total=None)
+
+        def show(_: CaptureRecord, left: int) -> None:
+            done = int(progress.tasks[bar].completed) + 1
+            progress.update(bar, completed=done, total=done + left)
+
+        return build_graph_runner(
+            model.tower,
+            attention=settings.attention,
+            deterministic=settings.deterministic,
+            max_patches=settings.max_patches_per_batch,
+            longest_item=model.preprocessor.longest_item,
+            bucket_sizes=settings.bucket_sizes,
+            choices_dir=choices_folder(settings),
+            progress=show,
+        )
+
+
+def choices_folder(settings: Settings) -> Path | None:
+    """None if no choices are kept, also for a user without a home."""
+    try:
+        return Path(settings.choices_dir).expanduser() if settings.choices_dir else None
+    except RuntimeError:
+        return None
+
+
+def warm_up_grids(model: ServedModel, settings: Settings) -> list[Grid]:
+    """Grids to run before readiness: the smallest, and on a GPU one near the batch's budget, so that
+    libraries choose their kernels and the allocator its blocks before the first caller waits for it."""
+    merge = model.tower.merge_size
+    grids = [Grid(1, merge, merge)]
+    if model.tower.device.type == "cuda":
+        side = int(min(settings.max_patches_per_batch, settings.max_patches_per_item) ** 0.5)
+        side = max(merge, side // merge * merge)
+        grids.append(Grid(1, side, side))
+    return grids
+
+
+def build_engine(
+    settings: Settings,
+    model: ServedModel,
+    graphs: GraphRunner | None,
+    metrics: Metrics,
+    on_fault: Callable[[DeviceFault], None],
+) -> DeviceEngine:
+    """The engine, not started. on_fault: is called once, on a thread of the engine."""
+    ladder = None if graphs is None else graphs.ladder
+    return DeviceEngine(
+        model.tower,
+        model.preprocessor,
+        Planner(settings.max_patches_per_batch, MAX_ITEMS_PER_BATCH, ladder),
+        metrics,
+        clock=time.monotonic,
+        on_fault=on_fault,
+        num_threads=settings.torch_threads,
+        graphs=graphs,
+    )
+
+
+def build_pipeline(
+    settings: Settings,
+    model: ServedModel,
+    engine: DeviceEngine,
+    store: EmbeddingStore,
+    workers: IngestWorkers,
+    metrics: Metrics,
+) -> Pipeline:
+    return Pipeline(
+        model=model,
+        store=store,
+        admission=Admission(settings.max_queued_patches, settings.max_queued_bytes, time.monotonic),
+        engine=engine,
+        workers=workers,
+        metrics=metrics,
+        max_patches_per_item=settings.max_patches_per_item,
+        undelivered=UndeliveredBytes(settings.max_undelivered_bytes),
+        max_clip_patches=settings.max_clip_patches,
+        clip_piece_patches=min(CLIP_PIECE_PATCHES, settings.max_patches_per_batch),
+    )
