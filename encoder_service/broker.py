@@ -39,7 +39,7 @@ from google.protobuf.message import DecodeError
 
 from encoder_service.config import Settings
 from encoder_service.errors import ConfigurationError
-from encoder_service.ops.logs import SeldomLines
+from encoder_service.ops.logs import RepeatedLines
 from encoder_service.ops.shares import Holder, Shares
 from encoder_service.store.arena import Arena
 from vision_encoder.layout import LAYOUT_VERSION
@@ -195,7 +195,7 @@ class Broker:
         limits = options.limits
         self._connected, self._pending = Shares(limits.connections), Shares(limits.pending)
         self._unread = Shares(limits.unread)
-        self._seldom = SeldomLines()
+        self._repeated = RepeatedLines()
         self._listener: ListeningSocket | None = None
         self._loop: asyncio.AbstractEventLoop  # these two from the start on
         self._main: asyncio.Task[None]
@@ -281,7 +281,7 @@ class Broker:
             try:
                 accepted, _ = await self._loop.sock_accept(listener)
             except OSError as error:  # the listener stays readable: a pause, to avoid a busy loop
-                if (more := self._seldom.due(error.errno)) is not None:
+                if (more := self._repeated.due(error.errno)) is not None:
                     log.error("no client can be accepted", cause=error.strerror, retried_in_s=TICK_S, **more)
                 await asyncio.sleep(TICK_S)
                 continue
@@ -368,7 +368,7 @@ class Broker:
             self._ended.add(client)
         else:
             client.socket.close()
-        more = {} if client.namespace is not None else self._seldom.due(client.cause)
+        more = {} if client.namespace is not None else self._repeated.due(client.cause)
         if more is not None:  # those without a Hello are many if somebody wants it
             log.info(
                 "client left", client=client.name, pid=client.pid, uid=client.uid, cause=client.cause, **more

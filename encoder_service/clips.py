@@ -1,8 +1,8 @@
-"""One clip from its content to its rows, in pieces. A worker thread decodes the next piece while the device
-encodes the current one. Pieces wait in the engine's queue like images, so that both share batches.
+"""Encodes a clip in pieces: a worker thread decodes the next piece while the device encodes the current one.
+Pieces wait in the engine's queue like images, so that both share batches.
 
-Owns the order of the pieces and how many are decoded ahead. ``ingest.video`` decodes and cuts the clip, the
-engine encodes a piece. Used from the event loop only.
+Owns the order of the pieces and the number of pieces that are decoded ahead. ``ingest.video`` decodes the
+clip and cuts it, the engine encodes a piece. Used from the event loop only.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from encoder_service.output import OutputReservation
 from encoder_service.towers.tower import Tower
 from encoder_service.types import FrameItem
 
-# Pieces of one clip that are decoded and not yet encoded: two on the device and the next one.
+# Limit on pieces of one clip that are decoded and not yet encoded: two on the device and the next one.
 MAX_PIECES_AHEAD = 3
 
 
@@ -33,8 +33,8 @@ MAX_PIECES_AHEAD = 3
 class ClipEncoder:
     """Encodes clips on one tower.
 
-    max_piece_patches: the size limit of a piece; frames that are attended together stay in one piece even if
-    they exceed it. clock: the engine's, in seconds."""
+    max_piece_patches: size of a piece; frames that are attended together stay in one piece even if it gets
+    larger. clock: the engine's, in seconds."""
 
     tower: Tower
     workers: IngestWorkers
@@ -49,9 +49,9 @@ class ClipEncoder:
         rows: torch.Tensor,
         holder: Holder,
     ) -> None:
-        """Encodes every piece into its part of rows [R, W], which are the output's or a tensor in host
-        memory. holder: whose turn at the workers each piece takes. Fills in the encode's timings. Raises
-        the errors of decoding and of the engine's futures."""
+        """Encodes every piece into its part of rows [R, W], which is the output's memory or a tensor in host
+        memory. holder: whose share of the workers is used. Fills in the encode's timings. Raises the errors
+        of decoding and of the engine's futures."""
         timings = encode.timings
         pieces = clip.pieces(self.max_piece_patches)
         ahead: deque[Future[TowerResult]] = deque()
@@ -75,6 +75,6 @@ class ClipEncoder:
             await take_oldest()
 
     def _next_piece(self, pieces: Iterator[FrameItem]) -> FrameItem | None:
-        """On a worker thread: the next piece, in memory that the device can read; None after the last."""
+        """Runs on a worker: the next piece, in memory that the device can read; None after the last."""
         piece = next(pieces, None)
         return None if piece is None else pinned(piece, self.tower.device, self.tower.dtype)

@@ -1,4 +1,4 @@
-"""Every error the service raises.
+"""All errors of the service.
 
 VisionEncoderError
 ├── InvalidInput                 the caller's item is invalid; sending it again gives the same answer
@@ -31,10 +31,10 @@ VisionEncoderError
 │   ├── Draining
 │   └── UrlUnreachable           the server of a URL did not answer, or not in time
 ├── TransportUnavailable         this delivery is not possible between these hosts
-├── DeadlineExceeded             dropped before it reached the device
+├── DeadlineExceeded             the deadline passed, or the caller sent or read too slowly
 ├── Cancelled                    every caller left
 ├── DeviceFault                  the device failed; the process leaves service
-├── InternalError                a defect in the service; only this item fails
+├── InternalError                a defect of the service; only this item fails
 └── StartupError                 the service cannot start; never travels over the wire
     ├── ConfigurationError
     └── CheckpointError
@@ -45,7 +45,7 @@ VisionEncoderError
         └── UninitialisedTensors
 
 Each class has a stable ``reason``, which is sent to clients and which dashboards match on, and ``retryable``.
-``details`` holds the numbers of the message, both the one found and the one allowed, for callers.
+``details`` has the numbers of the message: the actual one and the limit.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ from typing import ClassVar
 
 
 class VisionEncoderError(Exception):
-    """Base of every error here. ``str(error)`` is a full sentence that can be shown to the caller."""
+    """Base of all errors. ``str(error)`` is a sentence that can be shown to the caller. retry_after_ms: 0 for
+    no advice."""
 
     reason: ClassVar[str] = "INTERNAL"
     retryable: ClassVar[bool] = False

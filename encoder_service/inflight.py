@@ -1,9 +1,9 @@
-"""Single-flight: one encode per key at a time, joined by every caller that asks for the key meanwhile.
+"""Single-flight: at most one encode per key at a time, which every caller for the key joins.
 
-Owns the table of encodes in progress, how many callers wait for each, and that an encode ends when its last
-caller leaves. What an encode does is ``pipeline``'s. Used from one event loop.
+Owns the table of encodes in progress, the number of callers that wait for each, and the end of an encode when
+its last caller leaves. ``pipeline`` owns the work of an encode. Used from one event loop.
 
-An encode that a prefetch started or joined goes on without callers. Its failure is raised in every caller and
+An encode that a prefetch started or joined goes on without callers. A failure is raised in every caller and
 not remembered.
 """
 
@@ -22,9 +22,9 @@ from encoder_service.types import EncodedItem, Grid, StageTimings
 class InFlightEncode:
     """One encode in progress.
 
-    is_prefetch: no caller waits for the rows. expected: the item once it is admitted, with a meta tensor as
-    its rows. timings: filled in as the stages end. task: ends with the rows, and holds them until every
-    caller has a hold of its own.
+    is_prefetch: all callers are prefetches. expected: the item once it is admitted, with a meta tensor as its
+    rows. timings: filled in as the stages end. task: ends with the rows, and holds them until every caller
+    has a hold of its own.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class InFlightEncode:
         *,
         is_prefetch: bool,
     ) -> None:
-        """Starts ``run``. deadline_s: the latest of the callers', None for none."""
+        """Starts ``run``. deadline_s: the first caller's, None for no deadline."""
         self.namespace = namespace
         self.key = key
         self.content_digest = content_digest
@@ -51,7 +51,7 @@ class InFlightEncode:
         self.task: asyncio.Task[PinnedRows] = loop.create_task(run(self))
 
     def ticket(self, grid: Grid, *, merges_time: bool) -> Ticket:
-        """A position in the engine's queue. Callers that join or leave later change it. merges_time: the
+        """A ticket for the engine's queue. It follows callers that join or leave later. merges_time: the
         tower attends over all frames together and averages over them."""
         ticket = Ticket(
             grid.num_patches,
@@ -64,7 +64,7 @@ class InFlightEncode:
         return ticket
 
     def join(self, deadline_s: float | None, *, is_prefetch: bool = False) -> None:
-        """One more caller: the encode lasts until its deadline too, and is queued as an Encode unless all
+        """Adds a caller. The encode then has the later deadline, and is queued as an Encode unless all
         callers are prefetches."""
         self._deadline_s = later(self._deadline_s, deadline_s)
         self.is_prefetch &= is_prefetch
@@ -75,7 +75,7 @@ class InFlightEncode:
 
     @property
     def is_late(self) -> bool:
-        """Whether the engine dropped it, or a piece of it, for its deadline."""
+        """Whether the engine dropped the encode, or a piece of it, because its deadline had passed."""
         return any(ticket.is_dropped for ticket in self._tickets)
 
     @property
@@ -90,7 +90,7 @@ class InFlightEncode:
 
 
 class InFlightEncodes:
-    """Encodes in progress by namespace and key. clock: monotonic seconds, those of the deadlines."""
+    """Encodes in progress by namespace and key. clock: monotonic seconds, the clock of the deadlines."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -107,8 +107,8 @@ class InFlightEncodes:
     def join(
         self, namespace: str, key: bytes, deadline_s: float | None, *, is_prefetch: bool = False
     ) -> InFlightEncode | None:
-        """The encode in progress for a key, joined. None also for one that was dropped for the deadline of
-        its callers: it only has to end, and another may start."""
+        """Joins the encode in progress for a key and returns it. None if there is none, or if the engine has
+        dropped it for its deadline: then a new one may start, although the old one has not ended yet."""
         encode = self._encodes.get((namespace, key))
         if encode is None:
             return None
@@ -129,7 +129,7 @@ class InFlightEncodes:
         *,
         is_prefetch: bool = False,
     ) -> InFlightEncode:
-        """A new encode. The caller has seen in the same step of the loop that there is none for the key."""
+        """A new encode. Must be called in the same step of the loop as a ``join`` that has returned None."""
         assert (namespace, key) not in self._encodes
         encode = InFlightEncode(namespace, key, content_digest, deadline_s, run, is_prefetch=is_prefetch)
         encode.task.add_done_callback(lambda _: self._end(encode))
@@ -138,9 +138,10 @@ class InFlightEncodes:
 
     async def wait(self, encode: InFlightEncode, deadline_s: float | None) -> PinnedRows:
         """The encode's rows, held for this caller. Must be called in the same step of the loop as ``join`` or
-        ``start``. A caller that leaves, by cancellation or its deadline, ends the encode if it was the last.
+        ``start``. A caller leaves when it is cancelled or its deadline passes. The last one cancels the
+        encode, unless a prefetch keeps it.
 
-        Raises the encode's failure; DeadlineExceeded; Draining when the service stops first.
+        Raises the encode's failure; DeadlineExceeded; Draining if the service stops first.
         """
         encode.num_callers += 1
         try:
@@ -156,11 +157,12 @@ class InFlightEncodes:
             if encode.task.done():
                 _drop_unclaimed(encode)
             elif encode.is_unwanted:
-                self._remove(encode)  # a caller that comes before the task has ended must not join it
+                self._remove(encode)  # a caller that arrives before the task has ended must not join it
                 encode.cancel()
 
     async def drain(self, grace_s: float) -> bool:
-        """Waits for every encode; cancels those that outlive the grace and returns False."""
+        """Waits up to ``grace_s`` for all encodes. If some are still running, cancels them and returns
+        False."""
         tasks = [encode.task for encode in self._encodes.values()]
         if not tasks:
             return True
@@ -177,7 +179,7 @@ class InFlightEncodes:
         if encode.task.cancelled():
             error = Draining("the service stopped before the item was encoded")
         else:
-            error = encode.task.exception()  # also marks it as retrieved, for a prefetch without callers
+            error = encode.task.exception()  # also marks it as retrieved, if there is no caller
         _drop_unclaimed(encode)
         if not encode.expected.done():
             encode.expected.set_exception(error or Draining("the item was not announced"))
@@ -190,7 +192,7 @@ class InFlightEncodes:
 
 
 def _drop_unclaimed(encode: InFlightEncode) -> None:
-    """Drops the hold of an encode that has ended and that no caller waits for any more."""
+    """Drops the hold of an encode that has ended, if no caller waits for it."""
     task = encode.task
     if not encode.num_callers and not task.cancelled() and task.exception() is None:
         task.result().drop()

@@ -1,7 +1,7 @@
-"""Typed reading of the JSON files that describe a checkpoint.
+"""Typed access to the JSON files that describe a checkpoint.
 
-Owns reading a file and refusing values that are missing or of the wrong type. What the values mean is defined
-by the callers: ``towers`` for towers, ``ingest.settings`` for processors.
+Owns reading a file, and the errors for values that are missing or of the wrong type. Callers define the
+meaning of values: ``towers`` for towers, ``ingest.settings`` for processors.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def is_number(value: object) -> bool:
 
 class JsonReader:
     """Typed access to one JSON object. A null counts as missing. A missing or wrong value raises
-    UnsupportedCheckpoint, which names the object and the key. Where several keys are given, the first one
-    that is present is read."""
+    UnsupportedCheckpoint, which names the object and the key. Of several keys, the first that is present is
+    read."""
 
     def __init__(self, values: Mapping[str, object], where: str) -> None:
         self.values = values
@@ -34,7 +34,7 @@ class JsonReader:
 
     @classmethod
     def of_file(cls, path: Path) -> Self:
-        """Reads a file that holds one JSON object. Raises CheckpointError where it cannot be read."""
+        """Reads a file that holds one JSON object. Raises CheckpointError if it cannot be read."""
         try:
             values = json.loads(path.read_bytes())
         except OSError as error:
@@ -45,8 +45,8 @@ class JsonReader:
             raise UnsupportedCheckpoint(f"{path} holds a {type(values).__name__}, needs an object")
         return cls(values, str(path))
 
-    def refuse(self, key: str, found: object, needed: str) -> UnsupportedCheckpoint:
-        return UnsupportedCheckpoint(f"{self._where} has {key} = {found!r}, needs {needed}")
+    def refuse(self, key: str, value: object, needed: str) -> UnsupportedCheckpoint:
+        return UnsupportedCheckpoint(f"{self._where} has {key} = {value!r}, needs {needed}")
 
     def has(self, key: str) -> bool:
         return self.values.get(key) is not None
@@ -84,6 +84,6 @@ class JsonReader:
         return float(self.read(keys, needed, lambda value: is_number(value) and value > 0, default))
 
     def require(self, key: str, needed: object) -> None:
-        """Refuses a value that is present and differs from ``needed``, the only one that is implemented."""
+        """Refuses a value that is present and is not ``needed``, the only one that is implemented."""
         if self.has(key) and self.values[key] != needed:
             raise self.refuse(key, self.values[key], "null" if needed is None else repr(needed))

@@ -1,7 +1,8 @@
-"""Memory for one item's rows, from its reservation to the rows that the store holds.
+"""The memory that the engine writes one item's rows to.
 
-Ensures that a reservation ends exactly once, and never while the engine may still write to it: a caller may
-leave at any time, but the device finishes what it has begun. Used from the event loop only.
+Ensures that a reservation of the store ends exactly once, and never while the engine may still write to it: a
+caller may leave at any time, but the device finishes the batch that it has begun. Used from the event loop
+only.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from encoder_service.types import EncodedItem, TowerItem
 
 
 class OutputReservation:
-    """A context manager around one reservation. On exit without ``commit``, the memory goes back to the store
-    once the engine's jobs have ended.
+    """A context manager around one reservation. On exit without ``commit``, the memory is freed once the
+    engine's jobs have ended.
 
-    rows: [R, W], the memory that the engine writes to, or None where the store has no room.
+    rows: [R, W], the reserved memory, or None where the store has no room.
     """
 
     def __init__(

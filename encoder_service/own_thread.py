@@ -1,4 +1,4 @@
-"""Long functions beside the event loop, on threads that nothing waits for at the end."""
+"""Runs long functions on daemon threads, which nothing waits for when the process ends."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ Result = TypeVar("Result")
 
 
 async def on_own_thread(function: Callable[..., Result], *arguments: object) -> Result:
-    """Runs a long function beside the loop. The thread is a daemon: if the caller is cancelled (a signal
-    while loading), neither the loop nor the interpreter waits for it, as they would for an executor's."""
+    """Runs a function on a thread of its own and returns its result. If the caller is cancelled, for example
+    by a signal while the model loads, neither the loop nor the interpreter waits for the function to end, as
+    they would with an executor."""
     future: Future[Result] = Future()
     future.set_running_or_notify_cancel()
 

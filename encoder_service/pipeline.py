@@ -1,9 +1,9 @@
 """One item from request to result, top to bottom. Read this first.
 
 Owns the order: identity, lookup before decode, single-flight, admission, decode, device, store. Knows nothing
-of gRPC. Used from one event loop; workers hash large contents, open files, decode and resize, and the engine
-has two threads of its own. A miss passes loop, worker (header), loop (admission), worker (pixels), these
-threads, loop:
+of gRPC. Used from one event loop. Worker threads hash large contents, open files, decode and resize; the
+engine has two threads. A miss runs on the loop, a worker (header), the loop (admission), a worker (pixels),
+the engine's threads, and the loop again:
 
     opened = await open(item)
     admit(opened.grid)
@@ -48,7 +48,7 @@ from encoder_service.ops import traces
 from encoder_service.ops.metrics import Metrics
 from encoder_service.ops.shares import Holder
 from encoder_service.output import OutputReservation
-from encoder_service.scheduler.admission import Admission, Permit, UnreadBytes
+from encoder_service.scheduler.admission import Admission, Permit, UndeliveredBytes
 from encoder_service.store.arena import TierName
 from encoder_service.store.embedding_store import EmbeddingStore, PinnedRows
 from encoder_service.towers.tower import Tower
@@ -72,7 +72,7 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True)
 class ServedModel:
-    """The one model of this process. fingerprint: of the vision weights and the sizes."""
+    """The model of this process. fingerprint: of the vision weights and the sizes."""
 
     name: str
     family: str
@@ -83,8 +83,8 @@ class ServedModel:
 
 @dataclass(frozen=True)
 class EncodeResult:
-    """One item's rows for one caller. held: keeps them in place until ``release``. ready_s: when they were
-    there, in the pipeline's clock."""
+    """One item's rows for one caller. held: keeps them in memory until ``release``. ready_s: when they were
+    complete, in the pipeline's clock."""
 
     held: PinnedRows
     tier: CacheTier
@@ -96,7 +96,7 @@ class EncodeResult:
         return self.held.item
 
     def release(self) -> None:
-        """The rows were delivered, or will not be. Idempotent."""
+        """Releases the rows, once they are delivered or will not be. A second call does nothing."""
         self.held.drop()
 
 
@@ -112,7 +112,7 @@ class _Request:
 
 
 class Pipeline:
-    """The service without its wire. All methods run on one event loop."""
+    """The service without its protocols. All methods run on one event loop."""
 
     def __init__(
         self,
@@ -124,20 +124,20 @@ class Pipeline:
         workers: IngestWorkers,
         metrics: Metrics,
         max_patches_per_item: int,
-        unread: UnreadBytes | None = None,
+        undelivered: UndeliveredBytes | None = None,
         max_clip_patches: int = 262_144,
         clip_piece_patches: int = 8192,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """max_patches_per_item: of an image or a tensor of patches; max_clip_patches: of a whole clip;
-        clip_piece_patches: of what is encoded of it at a time. unread: no encode starts while it is full.
-        clock: monotonic seconds, those of the deadlines and the engine's."""
+        """max_patches_per_item: of an image or a tensor of patches. max_clip_patches: of a whole clip.
+        clip_piece_patches: of a clip's piece, which is encoded at a time. undelivered: no encode starts while
+        it is full. clock: monotonic seconds; deadlines and the engine use the same clock."""
         self.model = model
         self.store = store
         self.admission = admission
         self.workers = workers
         self.metrics = metrics
-        self.unread = UnreadBytes(1 << 30) if unread is None else unread
+        self.undelivered = UndeliveredBytes(1 << 30) if undelivered is None else undelivered
         self.clock = clock
         self.inflight = InFlightEncodes(clock)
         graphs = engine.graphs
@@ -146,11 +146,11 @@ class Pipeline:
         self._max_patches_per_item = max_patches_per_item
         self._max_clip_patches = max_clip_patches
         self._draining = False
-        # A tower looks for both in its parameters.
+        # Kept here because a tower finds both by a search of its parameters.
         self._device, self._dtype = model.tower.device, model.tower.dtype
         self._clips = ClipEncoder(model.tower, workers, clip_piece_patches, clock)
 
-    # -- what the wire calls ---------------------------------------------------------------------------
+    # -- what protocols call ---------------------------------------------------------------------------
 
     async def encode(
         self,
@@ -161,11 +161,11 @@ class Pipeline:
         deadline_s: float | None = None,
         is_prefetch: bool = False,
     ) -> EncodeResult:
-        """An item's rows: from the store, from an encode in progress, or encoded now. The caller releases
-        them. holder: whose share of the limits the work counts in; None for the namespace's. is_prefetch:
-        queued behind the items that others wait for.
+        """An item's rows: from the store, from an encode in progress, or encoded now. The caller must release
+        them. holder: the holder that the work counts as in shared limits; None for the namespace.
+        is_prefetch: the item is queued behind items that callers wait for.
 
-        Raises any VisionEncoderError, which concerns this item alone.
+        Raises any VisionEncoderError; it concerns this item alone.
         """
         started_s = self.clock()
         holder = holder or holder_of(namespace)
@@ -183,9 +183,9 @@ class Pipeline:
         return self._result(held, tier, timings, started_s)
 
     async def prefetch(self, item: Item, *, namespace: str = "", holder: Holder | None = None) -> EncodedItem:
-        """Starts an encode that goes on without a caller. Returns once the item is identified, its grid known
-        and admitted; its rows are a meta tensor unless they are held already. Raises as ``encode`` does, as
-        far as the failure shows until then."""
+        """Starts an encode that goes on without a caller. Returns once the item is admitted, which is after
+        its grid is known. Its rows are a meta tensor, unless the store has them. Raises as ``encode``, but
+        only failures until the admission."""
         holder = holder or holder_of(namespace)
         request = await self._identify(item, namespace, holder)
         resident = self.store.peek(namespace, request.key)
@@ -198,7 +198,7 @@ class Pipeline:
     async def fetch(
         self, key: bytes, *, namespace: str = "", deadline_s: float | None = None
     ) -> EncodeResult:
-        """Rows by key; waits for an encode in progress. The caller releases them. Raises InvalidDigest,
+        """Rows by key; waits for an encode in progress. The caller must release them. Raises InvalidDigest,
         UnknownKey, or the encode's failure."""
         started_s = self.clock()
         identity.check_digest(key, "key")
@@ -212,25 +212,30 @@ class Pipeline:
         return self._result(held, CacheTier.IN_FLIGHT, replace(encode.timings), started_s)
 
     def lookup(self, key: bytes, *, namespace: str = "") -> EncodedItem | InFlightEncode | None:
-        """What is held or in progress for a key. Raises InvalidDigest."""
+        """The stored item of a key, or else its encode in progress. Raises InvalidDigest."""
         identity.check_digest(key, "key")
         return self.store.peek(namespace, key) or self.inflight.get(namespace, key)
 
     async def ensure_tier(self, delivered: EncodeResult, namespace: str, tier: TierName) -> EncodeResult:
-        """The same rows in that tier, as far as there is room: see ``EmbeddingStore.ensure_tier``. Takes
-        ``delivered`` over, also when this raises."""
+        """The same rows in ``tier``, if it has room. Takes over ``delivered``, even when it raises. Raises as
+        ``EmbeddingStore.ensure_tier``, and DeviceFault if a copy has failed because the device has."""
         try:
             held = await self.store.ensure_tier(delivered.held, namespace, tier)
-        except Exception as error:
-            if self._engine.fault is not None:
-                raise DeviceFault(self._engine.fault.message) from error
+        except Exception:
+            self._check_device()
             raise
         return delivered if held is delivered.held else replace(delivered, held=held)
 
     async def drain(self, grace_s: float) -> bool:
-        """Refuses new encodes and waits for those in progress. False when some outlived the grace."""
+        """Refuses new encodes and waits up to ``grace_s`` for those in progress. Returns False if it had to
+        cancel any."""
         self._draining = True
         return await self.inflight.drain(grace_s)
+
+    def _check_device(self) -> None:
+        """Raises DeviceFault once the device has failed."""
+        if self._engine.fault is not None:
+            raise DeviceFault(self._engine.fault.message)
 
     # -- identity --------------------------------------------------------------------------------------
 
@@ -253,14 +258,13 @@ class Pipeline:
         return _Request(item, namespace, holder, digest, key)
 
     def _start(self, request: _Request, deadline_s: float | None, *, is_prefetch: bool) -> InFlightEncode:
-        """A new encode. Raises what refuses it at once: UnknownKey, Draining, DeviceFault, QueueFull."""
+        """A new encode. Raises UnknownKey, Draining, DeviceFault, QueueFull if it cannot start now."""
         if isinstance(request.item.content, DigestOnly):
             raise unknown(request.key)
         if self._draining:
             raise Draining("the service is stopping and takes no new work")
-        if self._engine.fault is not None:
-            raise DeviceFault(self._engine.fault.message)
-        self.unread.check_room(request.holder)
+        self._check_device()
+        self.undelivered.check_room(request.holder)
         return self.inflight.start(
             request.namespace,
             request.key,
@@ -293,7 +297,7 @@ class Pipeline:
         return held
 
     async def _encode_single(self, encode: InFlightEncode, item: Item, permit: Permit) -> PinnedRows:
-        """An image, or patches that the caller made."""
+        """Encodes an image, or patches that the caller made."""
         timings, tower = encode.timings, self.model.tower
         started_s = self.clock()
         opened = await self._open(item, permit.holder)
@@ -309,7 +313,7 @@ class Pipeline:
         with OutputReservation(self.store, self._engine, encode.namespace, expected) as output:
             queued_s = self.clock()
             job = output.submit(pixels, ticket, output.rows)
-            del pixels  # the engine's from here on
+            del pixels  # only the engine refers to them from here on
             result = await asyncio.wrap_future(job)
             timings.queue_ms = (result.started_s - queued_s) * 1e3
             timings.tower_ms = result.tower_ms
@@ -346,8 +350,8 @@ class Pipeline:
                 return await self._store(encode, output, replace(expected, rows=rows))
 
     def _admit(self, encode: InFlightEncode, expected: EncodedItem, seqlen: int, permit: Permit) -> None:
-        """Takes room for all of the item's patches and makes the item known. seqlen: of its attention
-        sequences. Raises ImageTooLarge, ClipTooLarge, QueueFull."""
+        """Admits all patches of the item, and gives ``expected`` to prefetches that wait for it. seqlen:
+        patches of an attention sequence. Raises ImageTooLarge, ClipTooLarge, QueueFull."""
         grid, is_clip = expected.grid, expected.clip is not None
         limit = self._max_clip_patches if is_clip else self._max_patches_per_item
         num_patches = grid.num_patches
@@ -362,20 +366,20 @@ class Pipeline:
         encode.expected.set_result(expected)
 
     async def _open(self, item: Item, holder: Holder) -> OpenItem:
-        """A file is opened on a worker, also a small one: a header of 256 KiB can take 100 ms to read."""
+        """Opens the item. Small files are opened on a worker too: a header of 256 KiB can take 100 ms."""
         opens = self.model.preprocessor.open
         if isinstance(item.content, EncodedFile):
             return await self.workers.run(holder, opens, item)
         return opens(item)
 
     def _load(self, opened: OpenItem) -> LoadedPixels:
-        """On a worker: pixels in memory that the device can read; pinning counts as resizing."""
+        """Runs on a worker: pixels in memory that the device can read. Pinning counts as resizing."""
         loaded = opened.load()
         started_s = self.clock()
         ready = pinned(loaded.item, self._device, self._dtype)
         if ready.grid != opened.grid:
             raise UndecodableImage(
-                f"the file's header promises grid {tuple(opened.grid)}, its pixels give {tuple(ready.grid)}"
+                f"the file's header gives grid {tuple(opened.grid)}, its pixels give {tuple(ready.grid)}"
             )
         pinning_ms = 0.0 if ready is loaded.item else (self.clock() - started_s) * 1e3
         return LoadedPixels(ready, loaded.decode_ms, loaded.resize_ms + pinning_ms)
@@ -383,7 +387,7 @@ class Pipeline:
     def _expected_item(
         self, encode: InFlightEncode, grid: Grid, num_rows: int, clip: ClipFacts | None = None
     ) -> EncodedItem:
-        """The item before its rows are there: a meta tensor has their shape and dtype."""
+        """The item before it is encoded: a meta tensor has the shape and dtype of its rows."""
         tower = self.model.tower
         rows = torch.empty(num_rows, tower.width, dtype=self._dtype, device="meta")
         return EncodedItem(encode.key, encode.content_digest, grid, rows, tower.num_deepstack_levels, clip)
@@ -391,7 +395,8 @@ class Pipeline:
     async def _store(
         self, encode: InFlightEncode, output: OutputReservation, item: EncodedItem
     ) -> PinnedRows:
-        """The item's complete rows, held where the store keeps them, or as they are where it has no room."""
+        """Stores the complete rows, and returns them held for the caller. Where the store has no room, they
+        stay in their own memory."""
         started_s = self.clock()
         if output.rows is not None:
             held = output.commit()
@@ -399,8 +404,6 @@ class Pipeline:
             held = await self.store.insert(encode.namespace, item)
         encode.timings.store_ms = (self.clock() - started_s) * 1e3
         return held
-
-    # -- small things ----------------------------------------------------------------------------------
 
     def _result(
         self, held: PinnedRows, tier: CacheTier, timings: StageTimings, started_s: float
@@ -412,10 +415,10 @@ class Pipeline:
 
 
 def unknown(key: bytes) -> UnknownKey:
-    text = f"key {key.hex()} is neither held nor being encoded, and no content was sent"
+    text = f"key {key.hex()} is neither stored nor being encoded, and no content was sent"
     return UnknownKey(text, key=key.hex())
 
 
 def holder_of(namespace: str) -> Holder:
-    """Whose share of the limits a namespace's work counts in where its caller is not known."""
+    """The holder that work for a namespace counts as, where its caller is not known."""
     return (f"namespace {namespace}",)

@@ -35,7 +35,7 @@ from encoder_service.ops.tokens import NamespaceTokens
 from encoder_service.pipeline import Pipeline, ServedModel
 from encoder_service.protocols.zmq_push import MAX_SENDS
 from encoder_service.rpc.server import EXTRA_CONNECTIONS
-from encoder_service.scheduler.admission import Admission, UnreadBytes
+from encoder_service.scheduler.admission import Admission, UndeliveredBytes
 from encoder_service.scheduler.planner import MAX_ITEMS_PER_BATCH, Planner
 from encoder_service.store.embedding_store import EmbeddingStore
 from encoder_service.towers.registry import load_tower
@@ -211,7 +211,7 @@ def build_pipeline(
         workers=workers,
         metrics=metrics,
         max_patches_per_item=settings.max_patches_per_item,
-        unread=UnreadBytes(settings.max_undelivered_bytes),
+        undelivered=UndeliveredBytes(settings.max_undelivered_bytes),
         max_clip_patches=settings.max_clip_patches,
         clip_piece_patches=min(CLIP_PIECE_PATCHES, settings.max_patches_per_batch),
     )

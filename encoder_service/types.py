@@ -1,8 +1,7 @@
-"""The records that pass between packages.
+"""The records that packages pass to each other: items, pixels, encoded rows and timings.
 
-Owns items, ingested pixels, encoded rows and timings; ``vision_encoder.layout.items`` has the records that
-clients use too. Knows nothing of gRPC, files or devices. Shape legend: P patches, R rows (visual tokens),
-D language-model width, L deepstack levels.
+``vision_encoder.layout.items`` has the records that clients use too. Knows nothing of gRPC, files or devices.
+Shape legend: P patches, R rows (visual tokens), D language-model width, L deepstack levels.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class EncodedFile:
 class PixelValues:
     """Pixels that the caller preprocessed.
 
-    pixel_values: [P, ...] float tensor on the host. grid: the grid that the caller states for it.
+    pixel_values: [P, ...] float tensor on the host. grid: as the caller states it.
     """
 
     pixel_values: torch.Tensor
@@ -55,7 +54,7 @@ class FrameArray:
 
 @dataclass(frozen=True)
 class DigestOnly:
-    """No content: the rows come from the store or the item fails."""
+    """No content: the rows come from the store or from an encode in progress, or the item fails."""
 
 
 Content: TypeAlias = EncodedFile | PixelValues | FrameArray | DigestOnly
@@ -104,7 +103,7 @@ class LoadedPixels(NamedTuple):
 
 @dataclass
 class StageTimings:
-    """Milliseconds spent by one item in each stage; see the wire contract for what each covers."""
+    """Milliseconds of one item in each stage, as the wire contract defines the stages."""
 
     identify_ms: float = 0.0
     admit_ms: float = 0.0
@@ -139,8 +138,9 @@ class RowsSpec:
 
 @dataclass(frozen=True)
 class ClipFacts:
-    """What a prompt states about a clip. timestamps_s: times of the sampled frames. chunk_grids: for a family
-    that averages over frames, the grids of the chunks in the order of their rows; otherwise empty."""
+    """The facts about a clip that a prompt contains. timestamps_s: times of the sampled frames. chunk_grids:
+    for a family that averages over frames, the grids of the chunks in the order of their rows; otherwise
+    empty."""
 
     timestamps_s: tuple[float, ...]
     chunk_grids: tuple[Grid, ...] = ()
@@ -148,8 +148,8 @@ class ClipFacts:
 
 @dataclass(frozen=True)
 class EncodedItem:
-    """One item's visual tokens. rows: [R, D * (1 + L)], contiguous, owning its storage. clip: set for a clip
-    that the service sampled or whose sender gave timestamps."""
+    """One item's visual tokens. rows: [R, D * (1 + L)], contiguous. clip: set for a clip that the service
+    sampled or whose sender gave timestamps."""
 
     key: bytes
     content_digest: bytes

@@ -101,6 +101,7 @@ class FakeTower(Tower):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(1), requires_grad=False)
         self.batches: list[list[Grid]] = []
+        self.num_entered = 0
         self.gate = threading.Event()
         self.gate.set()
         self.fails_with: Exception | None = None
@@ -125,6 +126,7 @@ class FakeTower(Tower):
         )
 
     def forward(self, inputs: TowerInputs) -> torch.Tensor:
+        self.num_entered += 1
         assert self.gate.wait(30)
         self.batches.append(self._grids)
         if self.fails_with is not None:

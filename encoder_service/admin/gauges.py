@@ -33,7 +33,7 @@ def register_gauges(metrics: Metrics, pipeline: Pipeline, engine: DeviceEngine) 
     gauge(
         "ve_undelivered_bytes",
         "Rows encoded and not yet read by their callers.",
-        lambda: pipeline.unread.num_bytes,
+        lambda: pipeline.undelivered.num_bytes,
     )
     gauge("ve_encodes_in_flight", "Encodes in progress.", lambda: len(pipeline.inflight))
     counter(

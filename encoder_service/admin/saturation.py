@@ -58,4 +58,4 @@ class Saturation:
 
 def filled_share(pipeline: Pipeline) -> float:
     """The largest used share among the limits above which work is refused, some caller's share included."""
-    return max(pipeline.admission.fill(), pipeline.unread.fill())
+    return max(pipeline.admission.fill(), pipeline.undelivered.fill())

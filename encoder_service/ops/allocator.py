@@ -1,8 +1,8 @@
-"""Returns freed memory to the system while the process is idle.
+"""Returns freed memory to the operating system while the process is idle.
 
-glibc keeps freed memory for the next requests, also what a burst left behind. The images raise that further
-(``MALLOC_TRIM_THRESHOLD_``), because fresh pages make messages slow. Other C libraries have no such call, and
-nothing happens there.
+glibc keeps freed memory for later allocations, also after a burst. The container images make it keep even
+more (``MALLOC_TRIM_THRESHOLD_``), because new pages make it slow to receive messages. With another C library,
+this module does nothing.
 """
 
 from __future__ import annotations
@@ -12,11 +12,10 @@ import ctypes
 from collections.abc import Callable
 
 CHECK_S = 1.0
-# Checks in a row without a call in progress.
+# Memory is returned after this many checks in a row without a call in progress.
 QUIET_CHECKS = 5
-# Less free memory than this stays with the allocator.
+# The allocator keeps up to this much free memory.
 KEPT_BYTES = 32 << 20
-
 
 _FIELDS = (
     "arena",
@@ -33,14 +32,14 @@ _FIELDS = (
 
 
 class _MallInfo(ctypes.Structure):
-    """``struct mallinfo2`` of malloc.h. fordblks: free bytes in all arenas."""
+    """``struct mallinfo2`` (malloc.h). fordblks: free bytes in all of the allocator's arenas."""
 
     _fields_ = tuple((name, ctypes.c_size_t) for name in _FIELDS)
 
 
 async def return_freed_memory(num_calls: Callable[[], int]) -> None:
-    """Checks every ``CHECK_S`` until it is cancelled. num_calls: calls that are in progress. Returns memory
-    only after some checks without any, since allocations wait meanwhile: 0.3 s for 800 MiB."""
+    """Checks every ``CHECK_S`` until it is cancelled. num_calls: returns the number of calls in progress.
+    Waits for a quiet time, because no thread can allocate while memory is returned: 0.3 s for 800 MiB."""
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "mallinfo2") or not hasattr(libc, "malloc_trim"):
         return

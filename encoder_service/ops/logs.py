@@ -1,11 +1,13 @@
 """Structured logs: one event per line on standard error, readable or JSON.
 
-Owns the format of the lines, the request id that joins the lines of one request, and the thread that writes
-them. The id is a context variable, so that it is in every line of the task that serves a call and of the
-tasks that this task starts. A caller that logs never waits for the reader of standard error: lines go through
-a bounded queue. A line that finds the queue full is lost and counted; one that cannot be written is lost.
-Warnings and errors that libraries log in Python become lines of ours. What they write past Python, as gRPC
-does, goes to descriptors that never wait (``never_wait``).
+Owns the format of the lines, the request id that connects the lines of one request, and the thread that
+writes them. The id is a context variable, so it is in every line of the task that serves a call and of the
+tasks that this task starts.
+
+Logging never blocks on the reader of standard error, because lines go through a bounded queue to the thread.
+If the queue is full, a line is lost and counted. A line that cannot be written is lost. Lines that libraries
+log in Python go through the same queue. Libraries that write to a descriptor directly, such as gRPC, are made
+not to block either (``never_wait``).
 """
 
 from __future__ import annotations
@@ -31,18 +33,18 @@ import structlog
 log = structlog.get_logger(__name__)
 
 REQUEST_ID_KEY = "x-request-id"
-# Ids are repeated in logs and trailers, so they are short and have no white space or control characters.
+# Logs and trailers repeat ids, so they are short and have no white space or control characters.
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 
 MAX_WAITING_LINES = 10_000
-# How long the process waits at its end for lines that are not written yet.
+# Longest time that the process waits at its end for lines that are not written yet.
 FLUSH_S = 1.0
 FLUSH_POLL_S = 0.005
-# A line that a fault or a peer repeats is shown once in this time.
+# A line that is repeated by a fault or a peer is written once in this time.
 REPEAT_S = 10.0
 MAX_KINDS = 1000
 
-# Ids for callers that gave none: a random part per process, then a counter. They are unique, not secret.
+# For callers without an id: a random part per process, then a counter. These ids are unique, not secret.
 _PROCESS_ID = uuid.uuid4().hex[:16]
 _numbers = count()
 _lines: LineQueue | None = None
@@ -65,7 +67,7 @@ def bind_request(request_id: str, trace_id: str = "") -> None:
 
 
 class LineQueue(QueueHandler):
-    """Queues lines for a listener's thread, which writes them to the stream."""
+    """A handler that queues lines for a thread, which writes them to the stream."""
 
     def __init__(self, stream: TextIO, max_waiting_lines: int = MAX_WAITING_LINES) -> None:
         self._waiting: queue.Queue[logging.LogRecord] = queue.Queue(max_waiting_lines)
@@ -84,8 +86,8 @@ class LineQueue(QueueHandler):
             log.warning("log lines were lost", num_lost=self.num_lost)
 
     def flush_within(self, timeout_s: float) -> bool:
-        """Waits until every queued line is written or lost. Returns False on timeout: the listener's thread,
-        a daemon, may be stuck in a write."""
+        """Waits until every queued line is written or lost. Returns False after the time: the thread may be
+        blocked in a write. It is a daemon."""
         ends_s = time.monotonic() + timeout_s
         while self._waiting.unfinished_tasks:
             if time.monotonic() >= ends_s:
@@ -94,16 +96,17 @@ class LineQueue(QueueHandler):
         return True
 
 
-class SeldomLines:
-    """Which of many equal lines are shown: one in REPEAT_S. Thread-safe, but for the count of those left
-    out."""
+class RepeatedLines:
+    """Lets one of many equal lines pass in REPEAT_S, and counts the others. Thread-safe, except that the
+    count may then be too small."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._shown: dict[Hashable, tuple[float, int]] = {}
 
     def due(self, kind: Hashable) -> dict[str, int] | None:
-        """None for a line that is left out. Otherwise what the line adds: how many were left out before."""
+        """None for a line that is left out. Otherwise fields for the line: how many were left out before
+        it."""
         now_s = self._clock()
         shown_s, num_left_out = self._shown.get(kind, (-REPEAT_S, 0))
         if now_s - shown_s < REPEAT_S:
@@ -116,20 +119,20 @@ class SeldomLines:
 
 
 class LibraryLines(logging.Handler):
-    """Makes lines of ours of what libraries log, so that they are written by the queue's thread only."""
+    """A handler that logs the lines of libraries with structlog, so that they go through the queue too."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._seldom = SeldomLines()
+        self._repeated = RepeatedLines()
 
     def emit(self, record: logging.LogRecord) -> None:
         text = record.getMessage()
-        # Texts made of the same words; warnings of Python have no words of their own.
-        words = text if record.msg == "%s" else str(record.msg)
+        # Lines with the same template are equal. Python's warnings all have the template "%s".
+        template = text if record.msg == "%s" else str(record.msg)
         error = record.exc_info[0] if record.exc_info else None
-        more = self._seldom.due((record.name, record.levelno, words, error))
-        if more is not None:
-            log.log(record.levelno, text, logger=record.name, exc_info=record.exc_info, **more)
+        fields = self._repeated.due((record.name, record.levelno, template, error))
+        if fields is not None:
+            log.log(record.levelno, text, logger=record.name, exc_info=record.exc_info, **fields)
 
 
 def configure_logs(
@@ -137,15 +140,15 @@ def configure_logs(
     level: str,
     stream: TextIO | None = None,
 ) -> None:
-    """Sets up structlog, and the logs of libraries, for the process. level: debug, info, warning or error.
-    stream: where lines go, by default standard error."""
-    stream = stream or sys.stderr or open(os.devnull, "w")  # noqa: SIM115 - closed at the start
+    """Sets up structlog and the logs of libraries for the process. level: debug, info, warning or error.
+    stream: by default standard error."""
+    stream = stream or sys.stderr or open(os.devnull, "w")  # noqa: SIM115 - the process has no standard error
     renderer: structlog.typing.Processor = (
         structlog.processors.JSONRenderer()
         if format == "json"
         else structlog.dev.ConsoleRenderer(
             colors=stream.isatty(),
-            # The default prints the local variables of every frame, which include a caller's image bytes.
+            # The default prints the local variables of all frames, which include image bytes of callers.
             exception_formatter=structlog.dev.plain_traceback,
         )
     )
@@ -158,12 +161,12 @@ def configure_logs(
         processors.append(structlog.processors.format_exc_info)
     global _lines, _library_lines
     stop_logs()
-    logging.raiseExceptions = False  # a line that cannot be written causes no second one
+    logging.raiseExceptions = False  # no traceback for a line that cannot be written
     _lines = LineQueue(stream)
     _library_lines = LibraryLines()
     logging.getLogger().addHandler(_library_lines)
     logging.captureWarnings(True)
-    lines = logging.Logger("encoder_service.lines")  # outside the hierarchy of the process's other loggers
+    lines = logging.Logger("encoder_service.lines")  # not a child of the root logger
     lines.addHandler(_lines)
     structlog.configure(
         processors=[*processors, renderer],
@@ -175,7 +178,7 @@ def configure_logs(
 
 @atexit.register
 def stop_logs() -> None:
-    """Waits for queued lines, at most FLUSH_S."""
+    """Waits up to FLUSH_S for queued lines."""
     global _lines, _library_lines
     if _library_lines is not None:
         logging.captureWarnings(False)
@@ -186,11 +189,11 @@ def stop_logs() -> None:
         _lines = None
 
 
-# -- descriptors that never wait -------------------------------------------------------------------------
+# -- descriptors that do not block -----------------------------------------------------------------------
 
 
 class _LosingFile(io.FileIO):
-    """What cannot be written now is lost."""
+    """A file that loses data if its descriptor cannot take them now."""
 
     def write(self, data: Any) -> int:
         num_written = super().write(data)
@@ -198,7 +201,7 @@ class _LosingFile(io.FileIO):
 
 
 class _WaitingFile(io.FileIO):
-    """Waits until something can be written, also where the descriptor itself does not."""
+    """A file whose writes block although its descriptor does not."""
 
     def write(self, data: Any) -> int:
         while (num_written := super().write(data)) is None:
@@ -209,9 +212,10 @@ class _WaitingFile(io.FileIO):
 
 
 def never_wait() -> TextIO | None:
-    """Standard output and error of this process, in Python and for libraries that write past it, lose from
-    now on what no reader takes. Returns a stream on standard error that does wait, for ``configure_logs``.
-    A process that crashes writes its last words directly: no thread is needed to pass them on."""
+    """Makes standard output and error of this process lose data that no reader takes, both in Python and for
+    libraries that write to their descriptors. Returns a stream on standard error that still blocks, for
+    ``configure_logs``; None if there is none. The last words of a crash need no thread: they are written
+    directly."""
     waiting = None
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
@@ -219,9 +223,9 @@ def never_wait() -> TextIO | None:
             descriptor = stream.fileno()
             is_file = stat.S_ISREG(os.fstat(descriptor).st_mode)
         except (AttributeError, OSError, ValueError):
-            continue  # closed, or a test's own
+            continue  # closed, or replaced by a stream without a descriptor
         if is_file:
-            continue  # no reader, so nothing to wait for
+            continue  # has no reader
         if name == "stderr":
             waiting = _text(_WaitingFile(os.dup(descriptor), "w"), stream)
         _stop_waiting(descriptor)
@@ -234,8 +238,9 @@ def _text(file: io.FileIO, like: TextIO) -> TextIO:
 
 
 def _stop_waiting(descriptor: int) -> None:
-    """Only for this process: whether a write waits belongs to an open file, which other processes share. So
-    the descriptor gets an open file of its own, where that is possible: not for a socket."""
+    """Makes writes not block, if possible only those of this process. The flag belongs to the open file
+    description, which other processes share. So the descriptor gets a description of its own; a socket cannot
+    be opened again, and gets the flag."""
     try:
         own = os.open(f"/proc/self/fd/{descriptor}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
     except OSError:

@@ -1,6 +1,6 @@
 """Prometheus metrics of one service process.
 
-Owns names, labels and buckets. Each process, and each test, has its own registry.
+Owns names, labels and buckets. Each ``Metrics`` has a registry of its own.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Metrics:
         self.requests = counter("ve_requests_total", "RPCs by method and status.", ["method", "status"])
         self.items = counter(
             "ve_items_total",
-            "Items that calls delivered, by cache tier; a read by the directory makes no call.",
+            "Items that calls delivered, by cache tier. Reads by the directory make no call.",
             ["tier"],
         )
         self.failures = counter("ve_item_failures_total", "Failed items by reason.", ["reason"])
@@ -49,7 +49,7 @@ class Metrics:
         )
         self.deliveries = counter(
             "ve_deliveries_total",
-            "Items by how their rows were delivered: inline, or by a place in host or device memory.",
+            "Items by how their rows were delivered: inline, or as a place in host or device memory.",
             ["transport"],
         )
         self.rows_bytes = counter("ve_rows_bytes_total", "Bytes of rows delivered.")
@@ -61,12 +61,12 @@ class Metrics:
         self.encodes_repeated = counter("ve_encodes_repeated_total", "Items encoded again after a lost read.")
         self.inline_fallbacks = counter(
             "ve_inline_fallbacks_total",
-            "Items sent inline though their caller reads shared memory: large, losses or no_room.",
+            "Items sent inline although their caller reads shared memory: large, losses or no_room.",
             ["reason"],
         )
         self.stage_seconds = histogram(
             "ve_stage_seconds",
-            "Seconds of one item in one stage; delivery ends when its caller has taken the rows.",
+            "Seconds of one item in one stage. Delivery ends when its caller has taken the rows.",
             ["stage"],
             buckets=STAGE_BUCKETS_S,
         )
@@ -78,27 +78,27 @@ class Metrics:
         )
         self.step_host_seconds = histogram(
             "ve_step_host_seconds",
-            "Host time of handing one batch to the device; on a CPU the forward pass is part of it.",
+            "Host time to launch one batch. On a CPU it includes the forward pass.",
             buckets=STEP_BUCKETS_S,
         )
         self.batch_time_ratio = histogram(
             "ve_batch_time_ratio",
-            "Device time of a batch over its prediction.",
+            "Device time of a batch divided by its prediction.",
             buckets=(0.5, 0.7, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.2, 1.5, 2.0, 4.0),
         )
         self.kernel_choice = gauge(
             "ve_kernel_choice",
-            "1 for the measured choice: attention by patches x longest sequence, products by rows.",
+            "1 for the chosen kernel: attention by patches x longest sequence, matrix products by rows.",
             ["step", "shape", "library"],
         )
         self.ready = gauge("ve_ready", "1 while the service takes work.")
 
     def count(self, counter: Counter, *labels: str) -> None:
-        """Adds one to the series of a counter with these labels. A label must have few values."""
+        """Adds one to a counter's series with these labels. A label must have few values."""
         counter.labels(*labels).inc()
 
     def observe_encode(self, timings: StageTimings) -> None:
-        """Observes an encode that has ended: once, however many callers wait for it."""
+        """Observes an encode that has ended. Call it once per encode, not per caller."""
         self._observe(timings, "admit", "decode", "resize", "queue", "tower", "store")
 
     def observe_result(self, tier: CacheTier, num_bytes: int, timings: StageTimings) -> None:
@@ -115,7 +115,7 @@ class Metrics:
     def _observe(self, timings: StageTimings, *stages: str) -> None:
         for stage in stages:
             milliseconds: float = getattr(timings, f"{stage}_ms")
-            if milliseconds:  # else a stage that this item did not pass
+            if milliseconds:  # 0: the item did not pass this stage
                 self._stages[stage].observe(milliseconds / 1e3)
 
     def gauge(self, name: str, text: str, read: Callable[[], float]) -> None:
@@ -141,8 +141,8 @@ class Metrics:
         read: Callable[[], float] | Callable[[], Mapping[str, float]],
         label: str = "",
     ) -> None:
-        """Registers a counter that another object keeps; its value is read at scrape time. label: the label's
-        name where ``read`` returns one value for each of its values."""
+        """Registers a counter that another object keeps. Its value is read at scrape time. label: the name of
+        the label, if ``read`` returns a value for each of the label's values."""
         self.registry.register(_CounterView(name, text, read, label))
 
     def exposition(self) -> bytes:

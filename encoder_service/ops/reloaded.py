@@ -1,8 +1,8 @@
-"""Files that are read again when their contents change: certificates and tokens.
+"""Files that are followed while the process runs: certificates and tokens.
 
-Contents are compared, not times: a mounted secret changes when its symbolic link is swapped. A thread reads
-them, so that nobody who asks for the content waits for a volume. A change counts once two reads in a row
-find it: what another process is still writing is not used.
+Contents are compared, not modification times, because a mounted secret changes when its symbolic link is
+replaced. A thread reads the files, so that users of the content never wait for a slow volume. A change is
+used once two reads in a row return it, so that a file that is still being written is not used.
 """
 
 from __future__ import annotations
@@ -23,21 +23,22 @@ from encoder_service.errors import ConfigurationError
 log = structlog.get_logger(__name__)
 Content = TypeVar("Content")
 
-# Between two reads. A change is used after at most twice this time.
+# Time between two reads. A change is used after at most twice this time.
 RECHECK_S = 0.5
 MAX_FILE_BYTES = 4 << 20
 
 
 class Reloaded(Generic[Content]):
-    """What ``parse`` makes of the files' bytes. Keeps the last valid result while the files are unreadable or
-    wrong. Thread-safe. Its thread ends with the object."""
+    """The result of ``parse`` for the bytes of some files. Keeps the last valid result while a file cannot be
+    read or parsed. Thread-safe. Its thread ends with the object."""
 
     def __init__(self, files: Sequence[Path], parse: Callable[..., Content]) -> None:
-        """Raises ConfigurationError for a file that cannot be read, and as ``parse``."""
+        """parse: called with the bytes of each file; raises ConfigurationError if they are not valid. Raises
+        as ``parse`` and ``read``."""
         self._files, self._parse = files, parse
-        self._found: list[bytes] | str = list(map(read, files))
+        self._last_read: list[bytes] | str = list(map(read, files))  # or the error's message
         self._is_handled = True
-        self._content = parse(*self._found)
+        self._content = parse(*self._last_read)
         if files:
             threading.Thread(target=_follow, args=(weakref.ref(self),), name="reload", daemon=True).start()
 
@@ -45,24 +46,24 @@ class Reloaded(Generic[Content]):
         return self._content
 
     def check(self) -> None:
-        """Reads the files once, and uses a change that the read before found too."""
+        """Reads the files once, and uses a change if the read before returned the same."""
         try:
-            found: list[bytes] | str = list(map(read, self._files))
+            contents: list[bytes] | str = list(map(read, self._files))
         except ConfigurationError as error:
-            found = error.message
-        if found != self._found:
-            self._found, self._is_handled = found, False
+            contents = error.message
+        if contents != self._last_read:
+            self._last_read, self._is_handled = contents, False
         elif not self._is_handled:
             self._is_handled = True
-            self._use(found)
+            self._use(contents)
 
-    def _use(self, found: list[bytes] | str) -> None:
+    def _use(self, contents: list[bytes] | str) -> None:
         names = ", ".join(map(str, self._files))
         try:
-            if isinstance(found, str):
-                raise ConfigurationError(found)
-            self._content = self._parse(*found)
-            log.info("files read again", files=names)
+            if isinstance(contents, str):
+                raise ConfigurationError(contents)
+            self._content = self._parse(*contents)
+            log.info("changed files are used", files=names)
         except ConfigurationError as error:
             log.warning("files are not usable, the former contents stay", files=names, reason=error.message)
 
@@ -81,12 +82,12 @@ def _follow(reference: weakref.ref[Reloaded[Any]]) -> None:
 
 
 def read(file: Path) -> bytes:
-    """The file's bytes. Raises ConfigurationError, also for anything but a regular file, which could keep its
-    reader waiting, and for a file above MAX_FILE_BYTES."""
+    """The file's bytes. Raises ConfigurationError if the file cannot be read, is not a regular file, or has
+    more than MAX_FILE_BYTES."""
     try:
-        if not stat.S_ISREG(file.stat().st_mode):
+        if not stat.S_ISREG(file.stat().st_mode):  # a FIFO could block its reader
             raise ConfigurationError(f"{file} is not a regular file")
-        # Between the two, a FIFO may take the file's place.
+        # O_NONBLOCK, because a FIFO may have replaced the file meanwhile.
         with open(os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as opened:
             content = opened.read(MAX_FILE_BYTES + 1)
     except OSError as error:

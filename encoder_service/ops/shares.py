@@ -1,13 +1,15 @@
-"""Shares of a bounded resource, so that no caller takes all of it.
+"""Shares of a limited resource, so that no holder takes all of it.
 
-Owns the one rule by which every limit of the service is divided, and the queue of those that wait for a
-part. Owners of a limit (admission, worker threads, URL fetches, connections, ...) say what a unit is and
-which error a refusal becomes.
+Owns the rule by which all limits of the service are shared, and the queue for limits that holders wait for.
+The owner of a limit (admission, worker threads, URL fetches, connections, ...) defines the unit, and the
+error for a refusal.
 
-The rule: the last quarter of a limit is left to holders that hold nothing yet, or that stay within an eighth
-of it. One holder alone can therefore take three quarters, and another one always finds room. A holder is a
-path, such as ``("peer 10.0.0.7", "namespace a")``: the rule applies at every step of the path, to what the
-step above may take. A caller without a token that invents namespaces thus shares what its address may take.
+The rule: the last quarter of a limit is reserved for holders that hold nothing, and for holders that stay
+within an eighth of the limit. So one holder can take up to three quarters, and another one still finds room.
+
+A holder is a path, such as ``("peer 10.0.0.7", "namespace a")``. The rule applies at each step of the path,
+and the limit of a step is the most that the step above can take. So a caller without a token gains nothing by
+inventing namespaces: together they have the share of its address.
 """
 
 from __future__ import annotations
@@ -20,40 +22,41 @@ from typing import TypeAlias
 
 Holder: TypeAlias = tuple[str, ...]
 
-# A quarter of a limit is left to holders of little; an eighth is little.
+# Divisors of a limit: the reserved part, and the part up to which a holder may use it.
 RESERVED, LITTLE = 4, 8
-# For limits that only one caller uses: the whole limit is its share.
+# The holder for limits that only one caller uses: its share is the whole limit.
 WHOLE: Holder = ()
 
 
 class Shares:
-    """A limit, and what each holder has of it. Not thread-safe: used from one thread."""
+    """A limit and the amount that each holder has of it. Not thread-safe."""
 
     def __init__(self, limit: int, *, num_reserved: int | None = None) -> None:
-        """num_reserved: of the limit, left to holders of little; None for a quarter."""
+        """num_reserved: the reserved part of the limit; None for a quarter."""
         self.limit = limit
         self.num_used = 0
         self._num_reserved = limit // RESERVED if num_reserved is None else num_reserved
         self._held: Counter[Holder] = Counter()
 
     def held_by(self, holder: Holder) -> int:
-        """What the holder has, those below it in its path included."""
+        """The amount of the holder and of all holders below it."""
         return self._held[holder]
 
     def room(self, holder: Holder) -> int:
-        """The largest amount that ``take`` would give now. 0 or less: none."""
+        """The largest amount that ``take`` would give now. It may be negative."""
         limit, used, reserved = self.limit, self.num_used, self._num_reserved
         room = limit - used
         for length in range(1, len(holder) + 1):
             held = self._held[holder[:length]]
-            if held:
+            if held:  # may use the reserved part only within an eighth
                 room = min(room, max(limit - reserved - used, max(1, limit // LITTLE) - held))
             limit, used = limit - reserved, held
             reserved = limit // RESERVED
         return room
 
     def fill(self) -> float:
-        """From 0 to 1: the used share of the limit, or of what some holder may take of it if that is more."""
+        """From 0 to 1: the used fraction of the limit, or the largest used fraction of a holder's share if
+        that is higher."""
         allowed = [self.limit]
         if not self.limit:
             return 0.0
@@ -66,22 +69,19 @@ class Shares:
         return min(1.0, fill)
 
     def take(self, holder: Holder, amount: int = 1) -> bool:
-        """Takes ``amount`` for the holder, and returns whether there was room."""
+        """Takes ``amount`` for the holder if there is room, and returns whether there was."""
         if amount > self.room(holder):
             return False
-        self._add(holder, amount)
+        self.add(holder, amount)
         return True
 
-    def add(self, holder: Holder, amount: int) -> None:
-        """Counts what the holder has anyway, also above the limit."""
-        self._add(holder, amount)
-
     def give_back(self, holder: Holder, amount: int = 1) -> None:
-        """Gives back what ``take`` or ``add`` took."""
-        self._add(holder, -amount)
+        """Gives back an amount of ``take`` or ``add``."""
+        self.add(holder, -amount)
         assert self.num_used >= 0
 
-    def _add(self, holder: Holder, amount: int) -> None:
+    def add(self, holder: Holder, amount: int) -> None:
+        """Counts an amount that the holder has in any case, also above the limit."""
         self.num_used += amount
         for length in range(1, len(holder) + 1):
             step = holder[:length]
@@ -91,11 +91,11 @@ class Shares:
 
 
 class WaitingShares:
-    """A limit whose holders wait for their part. Those that wait are served in turns by holder, each holder's
-    own in their order; one that does not fit yet delays its own holder only. Used on one event loop."""
+    """A limit that holders wait for. Waiters are served round-robin by holder, and in order for each holder.
+    A waiter that does not fit delays only those of its own holder. Used on one event loop."""
 
     def __init__(self, limit: int, *, num_reserved: int | None = None) -> None:
-        """num_reserved: as of ``Shares``."""
+        """num_reserved: as for ``Shares``."""
         self._shares = Shares(limit, num_reserved=num_reserved)
         self._waiting: dict[Holder, deque[tuple[asyncio.Future[None], int]]] = {}
 
@@ -112,7 +112,7 @@ class WaitingShares:
         return sum(map(len, self._waiting.values()))
 
     async def acquire(self, holder: Holder, amount: int = 1) -> int:
-        """Waits for ``amount``, cut to the limit, and returns what was taken, for ``release``."""
+        """Waits for ``amount``, or for the whole limit if that is less. Returns the amount to ``release``."""
         amount = min(amount, self._shares.limit)
         if holder not in self._waiting and self._shares.take(holder, amount):
             return amount
@@ -130,7 +130,7 @@ class WaitingShares:
         return amount
 
     def release(self, holder: Holder, amount: int) -> None:
-        """Gives back what ``acquire`` took, and serves those that wait."""
+        """Gives back the amount of ``acquire``, and serves waiters."""
         self._shares.give_back(holder, amount)
         self._serve()
 
@@ -148,21 +148,21 @@ class WaitingShares:
         queue.remove(waiter)
         if not queue:
             del self._waiting[holder]
-        self._serve()  # those behind it may fit
+        self._serve()  # waiters behind it may fit
 
     def _serve(self) -> None:
-        """Grants what fits: one of each holder in turn, until none fits."""
+        """Serves the first waiter of each holder, again and again until none fits."""
         has_granted = True
         while has_granted and self._waiting:
             has_granted = False
             for holder in list(self._waiting):
                 granted, amount = self._waiting[holder][0]
-                # A waiter that was cancelled in this pass of the loop leaves by itself.
+                # The task of a cancelled waiter has not run yet. It will call ``_leave``.
                 if granted.cancelled() or not self._shares.take(holder, amount):
                     continue
                 granted.set_result(None)
                 has_granted = True
                 queue = self._waiting.pop(holder)
                 queue.popleft()
-                if queue:  # behind the others
+                if queue:  # this holder is the last one now
                     self._waiting[holder] = queue

@@ -1,5 +1,4 @@
-"""The service's TLS certificates, for ``rpc.server`` and ``admin``. Changed files are used for new
-connections."""
+"""The service's TLS certificates, for gRPC and HTTP servers. New connections use changed files."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ log = structlog.get_logger(__name__)
 @dataclass(frozen=True)
 class Certificates:
     """PEM texts. chain: the server's certificate first. key: its private key. client_ca: the authorities that
-    sign client certificates; None where clients need none. context: for servers built on ``ssl``."""
+    sign client certificates; None if clients need no certificate. context: for servers built on ``ssl``."""
 
     chain: bytes
     key: bytes
@@ -29,8 +28,8 @@ class Certificates:
 
 
 def certificate_files(cert: Path, key: Path, client_ca: Path | None = None) -> Reloaded[Certificates]:
-    """The current certificates. Raises ConfigurationError for files that cannot be read or do not belong
-    together. Logs a certificate that is not valid today."""
+    """The current certificates. Raises ConfigurationError for files that cannot be read or do not match each
+    other. Logs a warning for a certificate that is expired or not valid yet."""
 
     def parse(chain: bytes, private_key: bytes, authority: bytes | None = None) -> Certificates:
         if authority is not None:
@@ -43,9 +42,9 @@ def certificate_files(cert: Path, key: Path, client_ca: Path | None = None) -> R
 
 
 def warn_of_dates(cert: Path) -> None:
-    """Clients refuse a certificate outside its dates; the service that presents it sees no error."""
+    """Logs a warning outside the certificate's dates, because only clients see that error otherwise."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
-        # The standard library's only reader of a certificate that no peer has sent.
+        # The standard library has no public function that reads a certificate from a file.
         fields = ssl._ssl._test_decode_cert(str(cert))  # type: ignore[attr-defined]
         valid_from, valid_until = fields["notBefore"], fields["notAfter"]
         if ssl.cert_time_to_seconds(valid_until) < time.time():
@@ -55,8 +54,8 @@ def warn_of_dates(cert: Path) -> None:
 
 
 def server_context(files: Reloaded[Certificates], cert: Path, key: Path) -> ssl.SSLContext:
-    """A context for servers built on ``ssl`` whose clients need no certificate. Each handshake uses the
-    current files."""
+    """A context for servers built on ``ssl``; clients need no certificate. Each handshake uses the current
+    files."""
 
     def use_current(connection: ssl.SSLObject | ssl.SSLSocket, *_: object) -> None:
         connection.context = files.current().context
@@ -67,7 +66,7 @@ def server_context(files: Reloaded[Certificates], cert: Path, key: Path) -> ssl.
 
 
 def load_context(cert: Path, key: Path) -> ssl.SSLContext:
-    """A server context. Raises ConfigurationError unless the files are a certificate and its key."""
+    """A server context. Raises ConfigurationError if the files are not a certificate and its key."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
 
@@ -77,15 +76,15 @@ def load_context(cert: Path, key: Path) -> ssl.SSLContext:
     try:
         context.load_cert_chain(cert, key, no_password)
     except (OSError, ssl.SSLError) as error:
-        raise ConfigurationError(f"{cert} and {key} are no certificate and its key: {error}") from None
+        raise ConfigurationError(f"{cert} and {key} are not a certificate and its key: {error}") from None
     return context
 
 
 def check_authority(client_ca: bytes) -> None:
-    """Raises ConfigurationError unless the clients' authority holds a certificate."""
+    """Raises ConfigurationError if the file of the clients' authority has no certificate."""
     try:
-        # Certificates are ASCII, but comments in the file need not be.
+        # Certificates are ASCII; comments in the file may not be.
         text = client_ca.decode("ascii", errors="ignore")
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_verify_locations(cadata=text)
     except (ssl.SSLError, ValueError) as error:
-        raise ConfigurationError(f"the clients' authority is no certificate: {error}") from None
+        raise ConfigurationError(f"the clients' authority is not a certificate: {error}") from None

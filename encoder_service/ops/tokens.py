@@ -1,11 +1,11 @@
-"""Which token opens which namespace, over gRPC and at the broker.
+"""The tokens of namespaces, for gRPC and the broker.
 
-Owns the tokens, where they come from and how they are compared. ``rpc.auth`` and the broker own how a token
-is sent and how a caller without a valid one is answered.
+Owns the file of the tokens and their comparison. ``rpc.auth`` and the broker own how a token is sent, and the
+answer to a caller without a valid one.
 
-Tokens come from a file, which is read again when it changes, so that tokens are added and withdrawn without a
-restart. A namespace may have several tokens, for example during a rotation. A namespace that has had a token
-stays closed until the process ends, whatever becomes of the file.
+The file is followed, so that tokens can be added and withdrawn without a restart. A namespace may have
+several tokens, for example during a rotation. Once a namespace has had a token, it stays closed to callers
+without one until the process ends, whatever the file says later.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True)
 class _Table:
-    """Tokens as keyed digests. pairs: each namespace with the digest of a token that opens it. opened: the
-    namespaces that each digest opens. names: the namespaces that have tokens. closed: those that have or had
-    one."""
+    """Tokens as keyed digests. pairs: namespaces with the digest of a token that opens them. opened: the
+    namespaces that a digest opens. names: the namespaces that have tokens. closed: the namespaces that have
+    or had one."""
 
     pairs: Set[tuple[str, bytes]] = frozenset()
     opened: Mapping[bytes, tuple[str, ...]] = field(default_factory=dict)
@@ -38,26 +38,26 @@ class _Table:
 
 
 class NamespaceTokens:
-    """The tokens of all namespaces. Thread-safe. open_namespaces: namespaces without a token are open."""
+    """The tokens of all namespaces. Thread-safe. open_namespaces: namespaces without a token are open to all
+    callers."""
 
     def __init__(self, file: Path | None = None, *, open_namespaces: bool = True) -> None:
-        """file: None if no namespace has a token. Raises ConfigurationError for one that cannot be read, and
-        for one without tokens."""
+        """file: None if no namespace has a token. Raises ConfigurationError for a file that cannot be read or
+        has no tokens."""
         self.open_namespaces = open_namespaces
         self._file = file
-        # The key is random per process, so that the time of a look-up reveals nothing about a token.
+        # Digests have a random key per process, so that the time of a lookup reveals nothing about a token.
         self._secret = secrets.token_bytes(32)
         self._newest = _Table()
         self._table = Reloaded([] if file is None else [file], self._build)
 
     def opens(self, namespace: str, token: str) -> bool:
-        """Whether a caller with this token may use the namespace. An empty token means none."""
+        """Whether a caller with this token may use the namespace. token: empty for a caller without one."""
         if self._file is None:
-            # No namespace has a token that a time could reveal.
             return self.open_namespaces
         table = self._table.current()
-        # One digest and two look-ups for every namespace and token: the time reveals neither a near miss nor
-        # whether the namespace exists, nor how many tokens it has.
+        # One digest and two lookups for every namespace and token. So the time reveals neither how much of a
+        # token is right, nor whether the namespace exists or how many tokens it has.
         is_theirs = (namespace, self._digest(token)) in table.pairs
         is_open = namespace not in table.closed and self.open_namespaces
         return is_theirs or is_open
@@ -79,14 +79,14 @@ class NamespaceTokens:
         return self._table.current().names
 
     def _build(self, text: bytes = b"") -> _Table:
-        found = parse_tokens(text, self._file)
+        tokens_by_name = parse_tokens(text, self._file)
         former = self._newest
-        if self._file is not None and not found:  # cut off, or about to be written
+        if self._file is not None and not tokens_by_name:  # truncated, or not written yet
             raise ConfigurationError(f"{self._file} has no tokens: it needs lines of namespace=token")
-        names = frozenset(found)
+        names = frozenset(tokens_by_name)
         if gone := former.names - names:
             log.warning("namespaces lost their last token and stay closed", namespaces=sorted(gone))
-        pairs = {(name, self._digest(token)) for name, tokens in found.items() for token in tokens}
+        pairs = {(name, self._digest(token)) for name, tokens in tokens_by_name.items() for token in tokens}
         opened: dict[bytes, tuple[str, ...]] = {}
         for name, digest in sorted(pairs):
             opened[digest] = (*opened.get(digest, ()), name)
@@ -98,9 +98,9 @@ class NamespaceTokens:
 
 
 def parse_tokens(text: bytes, file: Path | None) -> dict[str, list[str]]:
-    """Tokens by namespace from lines of the form ``namespace=token``. Skips empty lines and lines that begin
-    with ``#``. A namespace may have several lines. Raises ConfigurationError, never with a token in it, also
-    for a last line without its end, which may be half of a token."""
+    """Tokens by namespace, from lines of the form ``namespace=token``. Skips empty lines and lines that begin
+    with ``#``. A namespace may have several lines. Raises ConfigurationError for other lines, and for a last
+    line without a newline, which may have half of a token. The error never contains a token."""
     try:
         lines = text.decode().splitlines()
     except UnicodeDecodeError as error:
@@ -109,12 +109,12 @@ def parse_tokens(text: bytes, file: Path | None) -> dict[str, list[str]]:
         raise ConfigurationError(
             f"{file}, line {len(lines)} may not be complete: end the file with a newline"
         )
-    found: dict[str, list[str]] = {}
+    tokens_by_name: dict[str, list[str]] = {}
     for number, line in enumerate(lines, start=1):
         if not line.strip() or line.lstrip().startswith("#"):
             continue
         name, separator, token = line.partition("=")
         if not separator or not token.strip() or "\0" in line:
             raise ConfigurationError(f"{file}, line {number} is not namespace=token")
-        found.setdefault(name.strip(), []).append(token.strip())
-    return found
+        tokens_by_name.setdefault(name.strip(), []).append(token.strip())
+    return tokens_by_name

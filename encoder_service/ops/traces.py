@@ -1,11 +1,10 @@
-"""OpenTelemetry spans of calls, items and stages, joined to the trace of the caller.
+"""OpenTelemetry spans of calls, items and stages, in the trace of the caller.
 
-Owns whether spans are recorded and what they hold. Tracing is off until ``start_traces``: before that,
-nothing of OpenTelemetry is imported and every function here returns at its first line. The SDK reads the
-exporter, the sampler and the service's name from the standard ``OTEL_*`` variables.
+Owns whether spans are recorded, and their names and attributes. Tracing is off until ``start_traces``: before
+that, OpenTelemetry is not imported and the functions of this module do nothing. The SDK reads the exporter,
+the sampler and the service's name from the standard ``OTEL_*`` variables.
 
-A span is made current and never reset, because each call, item and encode runs in its own task, whose context
-ends with the task.
+The current span is never reset: each call, item and encode runs in its own task, whose context ends with it.
 """
 
 from __future__ import annotations
@@ -29,15 +28,15 @@ _tracer: Tracer | None = None
 
 
 def start_traces(version: str, provider: TracerProvider | None = None) -> Callable[[], None]:
-    """Turns tracing on for the process. provider: replaces the default, which exports by OTLP over gRPC.
-    Returns a function that turns tracing off; it blocks until spans are sent or the exporter gives up.
+    """Turns tracing on for the process. provider: by default, one that exports by OTLP over gRPC. Returns a
+    function that turns tracing off; it blocks until spans are sent or the exporter gives up.
 
-    Raises ConfigurationError where the packages of the extra ``otel`` are missing.
+    Raises ConfigurationError if the packages of the extra ``otel`` are missing.
     """
     global _tracer
-    found = provider or _otlp_provider(version)
-    _tracer = found.get_tracer(SCOPE, version)
-    return lambda: _stop(found)
+    provider = provider or _otlp_provider(version)
+    _tracer = provider.get_tracer(SCOPE, version)
+    return lambda: _stop(provider)
 
 
 def _stop(provider: TracerProvider) -> None:
@@ -58,7 +57,7 @@ def _otlp_provider(version: str) -> TracerProvider:
         ) from None
     resource = Resource.create({SERVICE_VERSION: version})
     if str(resource.attributes.get(SERVICE_NAME, "")).startswith("unknown_service"):
-        # Only where no variable names the service: attributes given in code would override the variables.
+        # No variable names the service. Attributes in code would override a name from the variables.
         resource = resource.merge(Resource({SERVICE_NAME: "vision-encoder"}))
     provider = TracerProvider(resource=resource, shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
@@ -67,7 +66,7 @@ def _otlp_provider(version: str) -> TracerProvider:
 
 def open_call(method: str, metadata: Iterable[tuple[str, str | bytes]], request_id: str) -> Span | None:
     """Starts the span of one RPC and makes it current. Its parent is the caller's span if ``traceparent``
-    names one. A malformed header starts a new trace, as the W3C Trace Context recommendation says."""
+    names one. With a malformed header, a new trace starts, as the W3C Trace Context recommendation says."""
     if _tracer is None:
         return None
     from opentelemetry.trace import SpanKind
@@ -97,7 +96,7 @@ def open_item(index: int) -> Span | None:
 
 
 def enter(span: Span) -> None:
-    """Makes a span current for the rest of this task and for the tasks that it starts."""
+    """Makes a span current for the rest of this task and for tasks that it starts."""
     from opentelemetry import context, trace
 
     context.attach(trace.set_span_in_context(span))
@@ -110,14 +109,14 @@ def trace_id(span: Span) -> str:
 
 def add_stages(timings: StageTimings, started_s: float, ingested_s: float, ended_s: float) -> None:
     """Adds the stages of an encode that has just ended, as children of the item that started it. Times are
-    seconds of the pipeline's clock. Each stage is placed by its known begin or end, so that a wait for a
-    worker thread appears as a gap before decoding."""
+    seconds of the pipeline's clock. Each span is aligned with the begin or end that is known of its stage, so
+    a wait for a worker thread appears as a gap before decoding."""
     if _tracer is None:
         return
     from opentelemetry import trace
 
     parent = trace.get_current_span()
-    # Tests the sampled flag, not is_recording(): the call of a prefetch has ended by now.
+    # The sampled flag and not is_recording(), because the call of a prefetch has ended by now.
     if not parent.get_span_context().trace_flags.sampled:
         return
     offset_s = time.time() - ended_s
@@ -138,7 +137,7 @@ def add_stages(timings: StageTimings, started_s: float, ingested_s: float, ended
 def end_item(
     span: Span, timings: StageTimings, tier: str, grid: tuple[int, int, int], rows: int, delivery_s: float
 ) -> None:
-    """Ends an item whose caller has just read the rows. Adds attributes and the first and last stage."""
+    """Ends the span of an item that was just delivered. Adds its attributes, its first and its last stage."""
     if span.is_recording():
         now_s = time.time()
         span.set_attributes({"ve.tier": tier, "ve.grid_thw": grid, "ve.rows": rows})

@@ -1,10 +1,13 @@
-"""Bounds the bytes of messages that are still arriving.
+"""Bounds the memory of messages that are still arriving.
 
-gRPC hands over a message when all of it is there, so nothing sees its size before. A message that is not
-whole by the second check is late, and from then on counts with the bytes that its connection receives, by the
-kernel's count. Where the kernel does not count (unix sockets), it counts as large as one may be. What cannot
-be counted for want of room is refused. Until it is late, a message counts as large as the ones before it: as
-the largest at first, and after each message as large as that one or a little less than before.
+gRPC hands over a message only when it is complete, and does not report its size before. So its size is first
+estimated and then measured:
+
+- A new message counts with an estimate: the largest size that is allowed at first, later the size of recent
+  messages. If the limit has no room for the estimate, the message waits before gRPC receives it.
+- A message that is not complete at the second check is late. Late messages count with the bytes that the
+  kernel has received on their connection. On unix sockets, where the kernel has no such count, a late message
+  counts with the largest size. If the limit has no room for it, its call ends with QueueFull.
 """
 
 from __future__ import annotations
@@ -24,16 +27,18 @@ from encoder_service.scheduler.admission import RETRY_AFTER_MS
 Context = grpc.aio.ServicerContext[Any, Any]
 
 CHECK_S = 0.025
-# How fast the expected size of a message falls, by message, and to what.
+# The estimate falls by this factor per message, but not below LEAST_EXPECTED_BYTES.
 FADING = 0.8
 LEAST_EXPECTED_BYTES = 1 << 16
+# Number of connections whose delivered bytes are remembered.
 MAX_PEERS = 4096
 
 
 @dataclass(eq=False)
 class _Arrival:
-    """A message that is not there yet. num_expected: bytes taken for it until it is late. num_held: taken for
-    it alone as a late one. refused: why it is not waited for any longer."""
+    """A message that is not complete yet. num_expected: bytes taken for its estimate, 0 once it is late.
+    num_held: bytes taken for it as a late message on a connection without a kernel's count. refused: the
+    error with which its call ends."""
 
     peer: str
     holder: Holder
@@ -45,8 +50,8 @@ class _Arrival:
 
 @dataclass
 class _Connection:
-    """A connection with late messages. received: the kernel's count at the last check. num_bytes: received
-    for its messages. num_held: taken of the limit."""
+    """A connection with late messages. received: the kernel's count at the last check. num_bytes: the part of
+    it that belongs to messages that are not complete. num_held: bytes taken of the limit."""
 
     holder: Holder
     received: int
@@ -56,7 +61,7 @@ class _Connection:
 
 
 class Arrivals:
-    """The messages of all calls of a server that are not there yet. Used on one event loop."""
+    """The incomplete messages of all calls of a server. Used on one event loop."""
 
     def __init__(
         self,
@@ -64,9 +69,10 @@ class Arrivals:
         max_message_bytes: int,
         received: Callable[[Collection[str]], Mapping[str, int]] | None = None,
     ) -> None:
-        """max_bytes: of the late messages, and apart from them of the others, with a share for each holder.
-        received: the bytes that connections have received, by peer; called on a thread."""
-        self._prompt = WaitingShares(max_bytes)
+        """max_bytes: limit on late messages, and a second limit of this size on the estimates of the others;
+        both have a share for each holder. received: returns the bytes that connections have received, by
+        peer; called on a worker thread."""
+        self._estimates = WaitingShares(max_bytes)
         self._expected_bytes = max_message_bytes
         self._least_bytes = min(LEAST_EXPECTED_BYTES, max_message_bytes)
         self._shares = Shares(max_bytes)
@@ -75,21 +81,22 @@ class Arrivals:
         self._waiting: set[_Arrival] = set()
         self._connections: dict[str, _Connection] = {}
         self._delivered: dict[str, int] = {}
-        """Bytes of the messages that came whole, by connection."""
+        """Bytes of complete messages, by peer."""
         self._checking: asyncio.Task[None] | None = None
 
     @property
     def num_bytes(self) -> int:
-        """Of late messages."""
+        """Bytes of late messages."""
         return self._shares.num_used
 
     async def read(self, context: Context, holder: Holder, within_s: float) -> bytes | None:
-        """A call's next message, which the caller has to count; None at the end of its messages. Raises
-        QueueFull if it is late and there is no room for more bytes, and DeadlineExceeded."""
+        """A call's next message, or None after the last one. It is not counted any more when this returns.
+        Raises QueueFull if it is late and the limit has no room for it, DeadlineExceeded after
+        ``within_s``."""
         arrival: _Arrival | None = None
         try:
             async with asyncio.timeout(within_s) as limit:
-                num_expected = await self._prompt.acquire(holder, self._expected_bytes)
+                num_expected = await self._estimates.acquire(holder, self._expected_bytes)
                 arrival = _Arrival(context.peer(), holder, limit, num_expected)
                 data = await self._receive(context, arrival)
         except TimeoutError:
@@ -112,20 +119,20 @@ class Arrivals:
             return data
         finally:
             self._waiting.discard(arrival)
-            self._end_prompt(arrival)
+            self._release_estimate(arrival)
             self._shares.give_back(arrival.holder, arrival.num_held)
             connection = self._connections.get(arrival.peer)
             if connection is not None:
                 self._leave(connection, arrival, len(data) if isinstance(data, bytes) else 0)
 
-    def _end_prompt(self, arrival: _Arrival) -> None:
+    def _release_estimate(self, arrival: _Arrival) -> None:
         num_expected, arrival.num_expected = arrival.num_expected, 0
         if num_expected:
-            self._prompt.release(arrival.holder, num_expected)
+            self._estimates.release(arrival.holder, num_expected)
 
     def _leave(self, connection: _Connection, arrival: _Arrival, num_bytes: int) -> None:
-        """A message that has come, with ``num_bytes``, or is not waited for any longer. Also one that came in
-        time is part of what its connection has received."""
+        """Removes a message that is complete, with ``num_bytes``, or whose call ended. Messages that were
+        complete in time are deducted too, because the kernel counted their bytes."""
         connection.num_bytes -= num_bytes
         connection.arrivals.discard(arrival)
         self._give_back(connection, self._bytes_of(connection))
@@ -136,8 +143,8 @@ class Arrivals:
             self._delivered[arrival.peer] = connection.received
 
     def _note_delivered(self, peer: str, num_bytes: int) -> None:
-        """Adds to what the connection's messages had in all. The oldest of very many connections are
-        forgotten: all that they received counts then."""
+        """Adds to the bytes of the connection's complete messages. Above MAX_PEERS the connection that was
+        idle the longest is forgotten; if it has a late message again, all that it ever received counts."""
         self._delivered[peer] = self._delivered.pop(peer, 0) + num_bytes
         if len(self._delivered) > MAX_PEERS:
             del self._delivered[next(iter(self._delivered))]
@@ -145,7 +152,7 @@ class Arrivals:
     # -- late messages ---------------------------------------------------------------------------------
 
     async def _check(self) -> None:
-        """Runs while messages are waited for."""
+        """Runs while any message is incomplete."""
         try:
             while self._waiting:
                 seen_before = list(self._waiting)
@@ -157,8 +164,8 @@ class Arrivals:
             self._checking = None
 
     async def _count_late(self, late: list[_Arrival]) -> None:
-        """Counts what has arrived of late messages. The look at the connections also gives the loop a turn,
-        in which messages that are there leave."""
+        """Counts the bytes of late messages. While the thread reads the kernel's counts, the event loop hands
+        over messages that have become complete."""
         received = await asyncio.to_thread(self._received, {arrival.peer for arrival in late})
         for arrival in late:
             if arrival not in self._waiting:
@@ -168,27 +175,28 @@ class Arrivals:
                 connection = self._connections.get(peer)
                 if connection is None:
                     self._connections[peer] = connection = _Connection(holder, received[peer])
-                    # Before it is late, too; nothing was delivered if another connection had this address.
-                    held_bytes = received[peer] - self._delivered.get(peer, 0)
-                    connection.num_bytes = received[peer] if held_bytes < 0 else held_bytes
+                    # Includes the bytes from before the message was late. A negative number says that the
+                    # delivered bytes are an earlier connection's from the same address and port.
+                    num_pending = received[peer] - self._delivered.get(peer, 0)
+                    connection.num_bytes = received[peer] if num_pending < 0 else num_pending
                 connection.arrivals.add(arrival)
-                self._end_prompt(arrival)
+                self._release_estimate(arrival)
             elif arrival.num_expected:
-                self._end_prompt(arrival)
+                self._release_estimate(arrival)
                 if self._shares.take(holder, self._max_message_bytes):
                     arrival.num_held = self._max_message_bytes
                 else:
                     self._refuse(arrival)
         for peer, num_bytes in received.items():
-            counted = self._connections.get(peer)
-            if counted is not None:
-                counted.num_bytes += num_bytes - counted.received
-                counted.received = num_bytes
-        self._fit()
+            connection = self._connections.get(peer)
+            if connection is not None:
+                connection.num_bytes += num_bytes - connection.received
+                connection.received = num_bytes
+        self._take_shares()
 
-    def _fit(self) -> None:
-        """Takes room for what late messages hold now, and ends those that have none. A caller's older
-        connections come first, so that their messages arrive whole."""
+    def _take_shares(self) -> None:
+        """Takes the bytes of late messages from the limit again, and refuses those that do not fit. Older
+        connections take first, so that some messages of a caller above its share still become complete."""
         for connection in self._connections.values():
             self._give_back(connection, 0)
         for connection in self._connections.values():
@@ -200,46 +208,48 @@ class Arrivals:
                     self._refuse(arrival)
 
     def _give_back(self, connection: _Connection, num_kept: int) -> None:
-        """Gives back what the connection holds above ``num_kept`` bytes."""
-        num_more = max(0, connection.num_held - num_kept)
-        connection.num_held -= num_more
-        self._shares.give_back(connection.holder, num_more)
+        """Gives back the bytes that the connection holds above ``num_kept``."""
+        num_excess = max(0, connection.num_held - num_kept)
+        connection.num_held -= num_excess
+        self._shares.give_back(connection.holder, num_excess)
 
     def _bytes_of(self, connection: _Connection) -> int:
-        """What the connection's late messages may hold: what it received, at most as many whole ones."""
-        most = len(connection.arrivals) * self._max_message_bytes
-        return min(most, max(0, connection.num_bytes))
+        """The bytes that the connection's late messages can hold: those received, up to the largest size for
+        each message."""
+        max_bytes = len(connection.arrivals) * self._max_message_bytes
+        return min(max_bytes, max(0, connection.num_bytes))
 
     def _refuse(self, arrival: _Arrival) -> None:
-        if arrival.refused is not None:  # its call ends already
+        if arrival.refused is not None:
             return
         arrival.refused = self._no_room(arrival.holder)
-        arrival.limit.reschedule(asyncio.get_running_loop().time())
+        arrival.limit.reschedule(asyncio.get_running_loop().time())  # ends ``read`` now
 
     def _no_room(self, holder: Holder) -> QueueFull:
-        used, held, most = self._shares.num_used, self._shares.held_by(holder), self._shares.limit
+        used, own, limit = self._shares.num_used, self._shares.held_by(holder), self._shares.limit
         return QueueFull(
-            f"messages that are still arriving hold {used} bytes, {held} of them this caller's; at most "
-            f"{most} may be, and the last quarter is left to others",
+            f"messages that are still arriving hold {used} bytes of {limit}, {own} of them this caller's; "
+            "the last quarter is left to other callers",
             retry_after_ms=RETRY_AFTER_MS,
             held_bytes=used,
-            own_bytes=held,
-            max_bytes=most,
+            own_bytes=own,
+            max_bytes=limit,
         )
 
 
 class KernelCounts:
-    """What connections have received, by the kernel's count. Knows their descriptors from one look at all."""
+    """The bytes that TCP connections have received, as the kernel counts them. Keeps their descriptors, and
+    lists all descriptors of the process only for a peer that it does not know."""
 
     def __init__(self) -> None:
         self._descriptors: dict[str, int] = {}
 
     def __call__(self, peers: Collection[str]) -> dict[str, int]:
-        """The bytes by peer, of TCP connections that are open."""
+        """The bytes by peer, for the peers with an open TCP connection."""
         if not all(map(self._is_known, filter(is_tcp, peers))):
-            self._descriptors = {each.peer: each.descriptor for each in open_connections()}
-        found = {peer: received_bytes(self._descriptors[peer]) for peer in filter(self._is_known, peers)}
-        return {peer: num_bytes for peer, num_bytes in found.items() if num_bytes is not None}
+            self._descriptors = {connection.peer: connection.descriptor for connection in open_connections()}
+        counts = {peer: received_bytes(self._descriptors[peer]) for peer in filter(self._is_known, peers)}
+        return {peer: num_bytes for peer, num_bytes in counts.items() if num_bytes is not None}
 
     def _is_known(self, peer: str) -> bool:
         descriptor = self._descriptors.get(peer)

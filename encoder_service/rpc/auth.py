@@ -1,11 +1,10 @@
-"""Who calls over gRPC, and who may use a namespace: bearer tokens in the call's metadata, the peer's address.
+"""Identity and access of gRPC callers: bearer tokens in the call's metadata, and the peer's address.
 
-Owns where the token is found, how a caller without a valid token is answered, and under which name a caller
-shares the limits (``ops.shares``). ``ops.tokens`` decides which token opens which namespace.
+Owns where the token is found, the errors for a caller without a valid token, and the holder that a caller
+counts as in shared limits (``ops.shares``). ``ops.tokens`` decides which token opens which namespace.
 
-An unknown namespace and a namespace whose token the caller lacks get the same answer. A call without a token
-or with an unknown one fails with UNAUTHENTICATED, a call with a token of another namespace with
-PERMISSION_DENIED.
+A call without a token or with an unknown one fails with UNAUTHENTICATED, a call with a token of another
+namespace with PERMISSION_DENIED. The answer is the same whether or not the namespace exists.
 """
 
 from __future__ import annotations
@@ -20,30 +19,30 @@ from encoder_service.ops.tokens import NamespaceTokens
 AUTHORIZATION = "authorization"
 SCHEME = "bearer"
 MAX_TOKEN_BYTES = 4096
-# How many characters of a namespace's name an answer repeats.
+# Number of characters of a namespace that an error repeats.
 SHOWN_CHARS = 64
 
 
 def bearer_token(metadata: Iterable[tuple[str, str | bytes]]) -> str:
     """The call's token; empty if it has none. Raises Unauthenticated for several tokens or another scheme."""
-    found = [value for name, value in metadata if name == AUTHORIZATION]
-    if not found:
+    entries = [value for name, value in metadata if name == AUTHORIZATION]
+    if not entries:
         return ""
-    if len(found) > 1:
-        raise Unauthenticated(f"the call has {len(found)} authorization entries, 1 is allowed")
-    text = found[0]
+    if len(entries) > 1:
+        raise Unauthenticated(f"the call has {len(entries)} authorization entries, 1 is allowed")
+    text = entries[0]
     scheme, _, token = text.partition(" ") if isinstance(text, str) else ("", "", "")
     if scheme.lower() != SCHEME or not token.strip():
         raise Unauthenticated("authorization is not 'Bearer' and a token")
     if len(token) > MAX_TOKEN_BYTES:
-        raise Unauthenticated(f"the token has {len(token)} bytes, at most {MAX_TOKEN_BYTES} are possible")
+        raise Unauthenticated(f"the token has {len(token)} bytes, at most {MAX_TOKEN_BYTES} are allowed")
     return token.strip()
 
 
 def check_caller(tokens: NamespaceTokens, token: str) -> tuple[str, ...]:
-    """Checks the token before the request is read, and returns the namespaces that it opens. For calls
-    without a namespace it is the only check. If no namespace is open, the caller needs a known token. Raises
-    Unauthenticated."""
+    """Returns the namespaces that the token opens. This is the check before the request is read, and the only
+    one for calls without a namespace. Raises Unauthenticated if the token opens none and no namespace is open
+    without a token."""
     names = tokens.names_of(token) if token else ()
     if not (names or tokens.open_namespaces):
         raise unauthenticated(token)
@@ -61,26 +60,26 @@ def check_namespace(tokens: NamespaceTokens, token: str, namespace: str) -> None
 
 def unauthenticated(token: str) -> Unauthenticated:
     if token:
-        return Unauthenticated("the token opens nothing here")
+        return Unauthenticated("the token opens no namespace")
     return Unauthenticated("the call needs a token that opens its namespace: authorization: Bearer <token>")
 
 
 def host_of(peer: str) -> str:
-    """The host of a peer as gRPC names it: ipv4:10.0.0.7:4711, ipv6:%5Bfd00::7%5D:4711. Peers on unix sockets
-    are one host, "unix"."""
+    """The host of a peer, which gRPC writes as ipv4:10.0.0.7:4711 or ipv6:%5Bfd00::7%5D:4711. All peers on
+    unix sockets are one host, "unix"."""
     kind, _, address = peer.partition(":")
     return unquote(address).rpartition(":")[0].strip("[]") if kind in ("ipv4", "ipv6") else "unix"
 
 
 def holder_of_caller(names: tuple[str, ...], host: str) -> Holder:
-    """Under which name a caller shares limits before its request is read. names: the namespaces that its
-    token opens."""
+    """The holder that a caller counts as before its request is read. names: the namespaces that its token
+    opens."""
     return (f"token {','.join(names)}",) if names else (f"peer {host}",)
 
 
 def holder_of_namespace(tokens: NamespaceTokens, host: str, namespace: str) -> Holder:
-    """Under which name a call for the namespace shares limits. Namespaces without a token share what their
-    caller's address may take, since any caller can make up such names."""
+    """The holder that a call for the namespace counts as. Namespaces without a token count within the share
+    of their caller's address, because any caller can make up such names."""
     if tokens.has_token(namespace):
         return (f"namespace {namespace}",)
     return (f"peer {host}", f"namespace {namespace}")

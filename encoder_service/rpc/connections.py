@@ -1,8 +1,9 @@
-"""The TCP connections of a gRPC server, and how many of them an address may have.
+"""The TCP connections of a gRPC server, and how many of them one address may have.
 
-gRPC reports no connection before its first call, so the process's descriptors are read (``/proc/self/fd``;
-where there is no such folder, gRPC's own limit alone holds). Descriptors stay gRPC's: they are looked at, and
-a connection is ended by a shutdown of its socket, upon which gRPC closes it as one that its peer has left.
+gRPC does not report a connection before its first call. So connections are found among the descriptors of the
+process, in ``/proc/self/fd``. Without this folder, only gRPC's own limit applies. gRPC keeps its descriptors:
+this module never closes one. It ends a connection by a shutdown of its socket, and gRPC then closes the
+descriptor as if the peer had closed the connection.
 """
 
 from __future__ import annotations
@@ -24,46 +25,43 @@ from encoder_service.rpc.auth import host_of
 log = structlog.get_logger(__name__)
 
 DESCRIPTORS = "/proc/self/fd"
+# Time between two checks, and while the process has many descriptors.
 CHECK_S, FILLING_CHECK_S = 0.25, 0.02
-# Of tcpi_bytes_received in struct tcp_info of linux/tcp.h.
+# Offset of tcpi_bytes_received in struct tcp_info (linux/tcp.h).
 BYTES_RECEIVED_AT = 128
 
 
 @dataclass(frozen=True)
 class Connection:
-    """port: the server's. peer: as gRPC names it."""
+    """port: the server's. peer: the client's address as gRPC writes it."""
 
     descriptor: int
     port: int
     peer: str
 
     def end(self) -> None:
-        """Ends the connection, unless the descriptor has become another's."""
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self.descriptor)) as own:
-            # The copy keeps this socket, whatever becomes of the descriptor.
-            found = connection_of(own.fileno())
-            if found is not None and found.peer == self.peer:
-                own.shutdown(socket.SHUT_RDWR)
+        """Ends the connection, unless its descriptor refers to another file by now."""
+        # The duplicate refers to the same socket even if gRPC closes the descriptor meanwhile.
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self.descriptor)) as duplicate:
+            current = connection_of(duplicate.fileno())
+            if current is not None and current.peer == self.peer:
+                duplicate.shutdown(socket.SHUT_RDWR)
 
 
 def open_connections() -> Iterator[Connection]:
     """The TCP connections of this process."""
-    try:
-        names = os.listdir(DESCRIPTORS)
-    except OSError:
-        return
-    for name in names:
-        found = connection_of(int(name))
-        if found is not None:
-            yield found
+    for name in _descriptor_names():
+        connection = connection_of(int(name))
+        if connection is not None:
+            yield connection
 
 
 def connection_of(descriptor: int) -> Connection | None:
     """None unless the descriptor is a TCP connection."""
     try:
-        with _borrowed(descriptor) as found:
-            own, peer = found.getsockname(), found.getpeername()
-    except OSError:  # no socket, no connection, or closed by now
+        with _borrowed(descriptor) as opened:
+            own, peer = opened.getsockname(), opened.getpeername()
+    except OSError:  # not a socket, not connected, or closed meanwhile
         return None
     if isinstance(own, tuple) and isinstance(peer, tuple):
         return Connection(descriptor, own[1], _peer(peer))
@@ -71,10 +69,10 @@ def connection_of(descriptor: int) -> Connection | None:
 
 
 def received_bytes(descriptor: int) -> int | None:
-    """What a TCP connection has received. None where the kernel does not count it."""
+    """The bytes that a TCP connection has received. None where the kernel does not count them."""
     try:
-        with _borrowed(descriptor) as found:
-            info = found.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, BYTES_RECEIVED_AT + 8)
+        with _borrowed(descriptor) as opened:
+            info = opened.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, BYTES_RECEIVED_AT + 8)
     except OSError:
         return None
     if len(info) < BYTES_RECEIVED_AT + 8:
@@ -83,11 +81,11 @@ def received_bytes(descriptor: int) -> int | None:
 
 
 class _borrowed:  # noqa: N801
-    """The descriptor as a socket that does not close it: it is gRPC's."""
+    """A context manager: the descriptor as a Python socket, which does not close it."""
 
     def __init__(self, descriptor: int) -> None:
-        """Raises OSError for what is no socket."""
-        # The family with the longest addresses: Python reads as many bytes of one as the family has.
+        """Raises OSError if the descriptor is not a socket."""
+        # Python reads as many bytes of an address as the family has, and IPv6 has the longest addresses.
         self._socket = socket.socket(socket.AF_INET6, socket.SOCK_STREAM, fileno=descriptor)
 
     def __enter__(self) -> socket.socket:
@@ -98,7 +96,7 @@ class _borrowed:  # noqa: N801
 
 
 def _peer(address: tuple[str, int]) -> str:
-    """The address as gRPC names its peer: an IPv4 address on an IPv6 socket is an IPv4 address."""
+    """The address as gRPC writes it. An IPv4 address on an IPv6 socket is written as IPv4."""
     host = address[0].removeprefix("::ffff:")
     if ":" in host:
         return f"ipv6:{quote(f'[{host}]', safe=':')}:{address[1]}"
@@ -110,50 +108,53 @@ def is_tcp(peer: str) -> bool:
 
 
 class ConnectionShares:
-    """Ends connections above the share of their address, the newest first. The shares are those of
-    ``ops.shares``; nothing is ended up to half of the limit."""
+    """Ends the connections of an address above its share (``ops.shares``), the newest first. Does nothing
+    while at most half of the limit is in use."""
 
     def __init__(self, max_connections: int) -> None:
         self._max_connections = max_connections
-        # In the order in which they were first seen.
+        # Peers in the order of the checks that first found them.
         self._known: dict[str, None] = {}
         self._was_full = False
 
     async def run(self, ports: Collection[int]) -> None:
-        """Checks the server's connections until it is cancelled. ports: of its listening addresses."""
+        """Checks the server's connections until it is cancelled. ports: of the server's addresses."""
         while True:
-            is_filling = _num_descriptors() > self._max_connections / 2
-            # Those who open connections again and again fill what is free within milliseconds.
+            is_filling = len(_descriptor_names()) > self._max_connections / 2
+            # A client in a loop can open all remaining connections within milliseconds.
             await asyncio.sleep(FILLING_CHECK_S if is_filling else CHECK_S)
             if is_filling:
-                ended = await asyncio.to_thread(self.check, ports)
-                if ended and not self._was_full:
+                hosts = await asyncio.to_thread(self.check, ports)
+                if hosts and not self._was_full:
                     log.warning(
                         "connections above the share of their address were ended",
-                        hosts=",".join(sorted(ended)[:3]),
+                        hosts=",".join(sorted(hosts)[:3]),
                         max_connections=self._max_connections,
                     )
-                self._was_full = bool(ended)
+                self._was_full = bool(hosts)
 
     def check(self, ports: Collection[int]) -> set[str]:
-        """Ends what is above a share now. Returns the hosts concerned."""
-        found = {each.peer: each for each in open_connections() if each.port in ports}
-        known = {peer: None for peer in self._known if peer in found}
-        self._known = known | dict.fromkeys(found)
-        if len(found) <= self._max_connections / 2:
+        """Ends connections above the share of their address. Returns the hosts that lost any."""
+        connections = {
+            connection.peer: connection for connection in open_connections() if connection.port in ports
+        }
+        known = {peer: None for peer in self._known if peer in connections}
+        self._known = known | dict.fromkeys(connections)
+        if len(connections) <= self._max_connections / 2:
             return set()
         shares, hosts = Shares(self._max_connections), set()
         for peer in list(self._known):
             host = host_of(peer)
             if not shares.take((f"peer {host}",)):
-                found[peer].end()
+                connections[peer].end()
                 del self._known[peer]
                 hosts.add(host)
         return hosts
 
 
-def _num_descriptors() -> int:
+def _descriptor_names() -> list[str]:
+    """The open descriptors of the process; none where the system has no list of them."""
     try:
-        return len(os.listdir(DESCRIPTORS))
+        return os.listdir(DESCRIPTORS)
     except OSError:
-        return 0
+        return []

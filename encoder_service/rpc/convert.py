@@ -1,8 +1,8 @@
 """Conversion between protobuf messages and the service's records.
 
 Owns the meaning of every field on the wire. Raises InvalidInput errors that name the field. Knows nothing of
-calls or status codes. Large rows never pass through a protobuf object: ``chunk_event`` writes the wire form
-of an ItemEvent around the bytes of the rows, which costs one copy.
+calls or status codes. Rows never pass through a protobuf object: ``chunk_event`` writes the wire form of an
+ItemEvent around their bytes, which costs one copy.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from vision_encoder.v1 import encoder_pb2 as pb
 PROTOCOL_VERSION = 1
 MIN_PROTOCOL_VERSION = 1
 MAX_ITEMS_PER_REQUEST = 256
-# Rows in one message of a stream. The whole message is smaller than the least ``max_message_bytes``.
+# Bytes of rows in one message of a stream. The message fits into the smallest ``max_message_bytes``.
 CHUNK_BYTES = (1 << 20) - 4096
 
 MODALITY_NUMBERS = {Modality.IMAGE: pb.MODALITY_IMAGE, Modality.VIDEO: pb.MODALITY_VIDEO}
@@ -78,7 +78,7 @@ def grid_to_proto(grid: Grid) -> pb.GridTHW:
     return pb.GridTHW(t=grid.t, h=grid.h, w=grid.w)
 
 
-def wanted_tier(delivery: int) -> TierName | None:
+def requested_tier(delivery: int) -> TierName | None:
     """The tier whose memory the caller has mapped; None for inline rows. Raises InvalidRequest."""
     if delivery not in TIERS_BY_DELIVERY:
         raise InvalidRequest(f"delivery {delivery} is unknown, the largest known is {max(TIERS_BY_DELIVERY)}")
@@ -89,7 +89,7 @@ def item_from_proto(
     message: pb.Item, segment: torch.Tensor | None = None, fetched: bytes | None = None
 ) -> Item:
     """An item with its content. segment: the tensor in the shared memory segment that the item names.
-    fetched: the content of its URL. May copy a pixel tensor, so a large one must not be converted on the
+    fetched: the content of its URL. Copies an inline tensor, so a large one must not be converted on the
     event loop.
 
     Raises InvalidRequest (modality, missing content), InvalidDigest, InvalidOption, UnsupportedContent
@@ -155,7 +155,9 @@ def pixels_from_proto(message: pb.PixelTensor, segment: torch.Tensor | None = No
         case "shm" if segment is not None:
             tensor = segment
         case "shm":
-            raise TransportUnavailable("pixel tensors in shared memory are not taken here; send them inline")
+            raise TransportUnavailable(
+                "this server takes no pixel tensors in shared memory; send them inline"
+            )
         case _:
             raise InvalidRequest("the pixel tensor has no source: set inline or shm")
     grid = message.grid_thw
@@ -169,31 +171,31 @@ def frames_from_proto(message: pb.FrameArray) -> FrameArray:
     frames_THWC = inline_tensor(message.inline)
     if len(message.timestamps_s) > len(frames_THWC):
         raise InvalidRequest(
-            f"there are {len(message.timestamps_s)} timestamps for {len(frames_THWC)} frames, needed is one "
-            "for each"
+            f"there are {len(message.timestamps_s)} timestamps for {len(frames_THWC)} frames; send one per "
+            "frame"
         )
     timestamps_s = tuple(message.timestamps_s) or None
     if timestamps_s is not None and message.fps:
         raise InvalidRequest(
-            f"frames have {message.fps} fps and {len(timestamps_s)} timestamps, needed is one of the two"
+            f"the frames have {message.fps} fps and {len(timestamps_s)} timestamps; send only one of the two"
         )
     return FrameArray(frames_THWC, message.fps or None, timestamps_s)
 
 
 def inline_tensor(tensor: pb.InlineTensor) -> torch.Tensor:
     """A copy of an inline tensor. Raises PixelTensorMismatch."""
-    # ``data`` is read once, because every access copies.
+    # Every access to ``data`` copies it.
     return tensor_of(tensor.data, pixel_dtype(tensor.dtype), shape_of(tensor))
 
 
 def shape_of(tensor: pb.InlineTensor | pb.ShmTensor) -> tuple[int, ...]:
-    """Raises PixelTensorMismatch: the product of thousands of dimensions takes minutes."""
-    check_rank(len(tensor.shape))
+    """Raises PixelTensorMismatch for too many dimensions."""
+    check_rank(len(tensor.shape))  # first: the product of thousands of large numbers takes minutes
     return tuple(tensor.shape)
 
 
 def tensor_of(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """A tensor in memory of its own. Raises PixelTensorMismatch."""
+    """A tensor that owns its memory. Raises PixelTensorMismatch."""
     needed = math.prod(shape) * dtype.itemsize
     if len(data) != needed:
         raise PixelTensorMismatch(
@@ -212,7 +214,7 @@ def result_event(
     place: Place | None = None,
     delivery_ms: float = 0.0,
 ) -> pb.ItemEvent:
-    """The description of an item's rows, without the rows. They are at ``place``, or, if it is None, follow
+    """The description of an item's rows, without the rows. They are at ``place``. If it is None, they follow
     inline in chunks of CHUNK_BYTES. delivery_ms: milliseconds since the rows were ready."""
     encoded, spec = delivered.encoded, delivered.encoded.spec
     result = pb.ItemResult(
@@ -265,5 +267,5 @@ def tag(field: int, wire_type: int) -> bytes:
 
 
 def serialize_event(event: Message | bytes) -> bytes:
-    """The serializer of the stream. Chunks are already serialised."""
+    """The serialiser of the stream. Chunks are already serialised."""
     return event if isinstance(event, bytes) else event.SerializeToString()

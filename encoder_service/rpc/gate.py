@@ -1,12 +1,11 @@
-"""The checks before every call's handler: the token, a permit, the message.
+"""The checks before the handler of every call: the token, a permit, the message.
 
-Owns their order, cheapest first. Whether the caller has any access and whether there is room for the call is
-decided before the message is received; its bytes are counted before it is parsed, and stay counted until the
-call ends. For that, every method is registered as request-streaming, which is the same on the wire, and the
-gate reads the single message.
+Owns their order, cheapest first. Token and permit are checked before the message is received. The bytes of
+the message are counted before it is parsed, and until the call ends. To receive the message itself, the gate
+registers every method as request-streaming, which is the same on the wire.
 
-Health, reflection and probes of other protocols need no permit, so that they answer when all are in use.
-Their messages are small, and they have limits of their own.
+Health checks, reflection and the probes of other protocols take no permit, so that they are answered while
+all permits are in use. Their messages are small, and they have limits of their own.
 """
 
 from __future__ import annotations
@@ -42,11 +41,11 @@ Response = TypeVar("Response")
 Result = TypeVar("Result")
 Context = grpc.aio.ServicerContext[Any, Any]
 
-# Limit of the time from a call's start to the arrival of its message.
+# Longest time from the start of a call until its message is complete.
 RECEIVE_S = 30.0
-# A message of more parts, or above MAX_COPIED_ON_LOOP_BYTES, is walked and parsed on a thread, one at a time.
+# A message with more parts, or above MAX_COPIED_ON_LOOP_BYTES, is parsed on a worker thread, one at a time.
 MAX_PARTS_ON_LOOP = 1024
-# Of calls beside the service's own: health checks and probes; streams that stay, Watch and reflection.
+# Limits on calls without a permit: their messages; health checks and probes; Watch and reflection streams.
 MAX_SMALL_BYTES = 4096
 MAX_SHORT_CALLS = 1024
 MAX_STREAMS = 1024
@@ -66,14 +65,14 @@ class CallPermits:
 
     @contextmanager
     def call(self, holder: Holder = ()) -> Iterator[None]:
-        """Counts one call while the block runs. Raises TooManyCalls with all numbers. holder: () takes no
-        share, only the limit."""
+        """Counts one call while the block runs. holder: () has no share, only the limit applies. Raises
+        TooManyCalls."""
         shares = self._shares
         if not shares.take(holder):
             own = f", {shares.held_by(holder)} of them of this caller" if holder else ""
             raise TooManyCalls(
                 f"{shares.num_used} calls are in progress{own}; at most {shares.limit} may be, and the last "
-                "quarter is left to others",
+                "quarter is left to other callers",
                 retry_after_ms=self._pace.retry_after_ms(1),
                 num_calls=shares.num_used,
                 num_own_calls=shares.held_by(holder),
@@ -87,7 +86,8 @@ class CallPermits:
 
 
 class CallGate:
-    """The gate of one server. refused: number of calls refused before their handler, by reason."""
+    """The gate of one server. refused: number of calls that were refused before their handler, by reason.
+    streams: counts Watch and reflection."""
 
     def __init__(
         self,
@@ -96,23 +96,23 @@ class CallGate:
         admission: Admission,
         max_message_bytes: int,
     ) -> None:
-        """admission: counts the messages of calls in progress. Late ones that are still arriving
-        count apart, with the same limit."""
+        """admission: counts the complete messages of calls in progress. ``arrivals`` counts incomplete
+        messages, with limits of the same size."""
         self.permits = permits
         self.refused: Counter[str] = Counter()
         self._tokens = tokens
         self._admission = admission
         self.arrivals = Arrivals(admission.max_bytes, max_message_bytes)
         self._short_calls = CallPermits(MAX_SHORT_CALLS)
-        self._streams = CallPermits(MAX_STREAMS)
+        self.streams = CallPermits(MAX_STREAMS)
         self._large = WaitingShares(1)
 
     def passed(
         self, behaviour: Callable[[Request, Context], Awaitable[Response]], request_type: type[Request]
     ) -> Callable[[object, Context], Awaitable[Response]]:
-        """A handler that runs ``behaviour`` once all checks have passed. The call counts as in progress until
-        it ends. Raises Unauthenticated, TooManyCalls, QueueFull, PermissionDenied, InvalidRequest,
-        DeadlineExceeded."""
+        """A handler that makes all checks and then runs ``behaviour``. The call holds its permit and the
+        bytes of its message until it ends. The handler raises Unauthenticated, TooManyCalls, QueueFull,
+        PermissionDenied, InvalidRequest, DeadlineExceeded."""
 
         async def handle(_: object, context: Context) -> Response:
             call, permit, is_refused = observed.this_call(), None, True
@@ -151,10 +151,10 @@ class CallGate:
         needs_token: bool = False,
         stays: bool = False,
     ) -> Callable[[object, Context], Awaitable[Response]]:
-        """A handler that runs ``behaviour`` with the call's messages, each of at most MAX_SMALL_BYTES. Ends
-        the call with the status of what it raises. needs_token: as calls of the service do. stays: the call
-        lasts until its caller ends it."""
-        permits = self._streams if stays else self._short_calls
+        """A handler of calls with limits of their own: it runs ``behaviour`` with the call's messages, each
+        of at most MAX_SMALL_BYTES, and turns an exception into the call's status. needs_token: the caller
+        needs a token where calls of the service do. stays: the call lasts until its caller ends it."""
+        permits = self.streams if stays else self._short_calls
 
         async def requests(context: Context, holder: Holder) -> AsyncIterator[Request]:
             is_first = True
@@ -162,7 +162,7 @@ class CallGate:
                 is_first = False
                 if len(data) > MAX_SMALL_BYTES:
                     raise InvalidRequest(
-                        f"the message has {len(data)} bytes, at most {MAX_SMALL_BYTES} are read here",
+                        f"the message has {len(data)} bytes, at most {MAX_SMALL_BYTES} are taken here",
                         found_bytes=len(data),
                         max_bytes=MAX_SMALL_BYTES,
                     )
@@ -190,7 +190,8 @@ class CallGate:
     async def _parsed(
         self, data: bytes, request_type: type[Request], permit: Permit, holder: Holder
     ) -> Request:
-        """Parses a message once what it becomes is counted too. Raises InvalidRequest, QueueFull."""
+        """Counts the memory that the parsed message will take, and parses it. Raises InvalidRequest,
+        QueueFull."""
         num_parts = MAX_PARTS_ON_LOOP + 1
         if len(data) <= MAX_COPIED_ON_LOOP_BYTES:
             num_parts = messages.num_parts(data, request_type, MAX_PARTS_ON_LOOP)
@@ -198,18 +199,18 @@ class CallGate:
             permit.add_bytes(num_parts * messages.PART_BYTES)
             return messages.parsed(data, request_type)
         async with self._large.hold(holder):
-            num_parts = await beside(messages.num_parts, data, request_type)
+            num_parts = await on_worker(messages.num_parts, data, request_type)
             messages.check_parts(num_parts)
             permit.add_bytes(num_parts * messages.PART_BYTES)
-            return await beside(messages.parsed, data, request_type)
+            return await on_worker(messages.parsed, data, request_type)
 
 
-async def beside(function: Callable[..., Result], *arguments: object) -> Result:
-    """Runs a function on a worker thread. Returns after its end also when it is cancelled, since the thread
-    holds what is counted until then."""
-    working = asyncio.get_running_loop().run_in_executor(None, function, *arguments)
+async def on_worker(function: Callable[..., Result], *arguments: object) -> Result:
+    """Runs a function on a worker thread. If cancelled, waits for the function's end and then raises: its
+    arguments are in memory until then and must stay counted."""
+    running = asyncio.get_running_loop().run_in_executor(None, function, *arguments)
     try:
-        return await asyncio.shield(working)
+        return await asyncio.shield(running)
     except asyncio.CancelledError:
-        await asyncio.gather(working, return_exceptions=True)
+        await asyncio.gather(running, return_exceptions=True)
         raise

@@ -1,8 +1,8 @@
 """gRPC's health service and reflection, behind the gate of a server.
 
-Both answer without a permit. Health needs no token; reflection needs one where the service's calls do. A
-watcher that does not read delays neither another one nor the end of the service, as it would with grpcio's
-own servicer.
+Both answer without a permit. Health needs no token; reflection needs one where the service's calls do.
+grpcio's own health servicer is not used: there, a watcher that does not read delays the other watchers and
+the end of the service.
 """
 
 from __future__ import annotations
@@ -15,15 +15,12 @@ import grpc
 from grpc_health.v1 import health, health_pb2
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
-from encoder_service.errors import DeadlineExceeded
 from encoder_service.rpc.gate import CallGate
+from encoder_service.rpc.response import write
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Check = health_pb2.HealthCheckRequest
 Status = health_pb2.HealthCheckResponse
-
-# Longest time that a caller may leave an answer unread.
-UNREAD_S = 30.0
 
 
 class Health:
@@ -82,12 +79,3 @@ def reflection_handlers(services: Iterable[str], gate: CallGate) -> grpc.Generic
         reflection_pb2.ServerReflectionResponse.SerializeToString,
     )
     return grpc.method_handlers_generic_handler(reflection.SERVICE_NAME, {"ServerReflectionInfo": handler})
-
-
-async def write(context: Context, message: object) -> None:
-    """Raises DeadlineExceeded when the caller does not take it."""
-    try:
-        async with asyncio.timeout(UNREAD_S):
-            await context.write(message)
-    except TimeoutError:
-        raise DeadlineExceeded(f"the caller has read nothing for {UNREAD_S} s") from None

@@ -1,8 +1,8 @@
-"""What is recorded for each call: request id, log lines, counts, spans, status, delivery times.
+"""The records of each call: request id, log lines, counts, spans, status, delivery times.
 
 Owns the wrapper around handlers. A handler returns or raises; the wrapper ends the call with the status.
-Spans are ``traces``', the format of lines is ``logs``'. The record of the current call is a context variable,
-since each RPC runs in its own task.
+``traces`` owns spans, ``logs`` the format of lines. The record of the current call is a context variable,
+because each RPC runs in its own task.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from encoder_service.ops.logs import REQUEST_ID_KEY, bind_request, request_id_of
 from encoder_service.ops.metrics import Metrics
 from encoder_service.ops.shares import Holder
 from encoder_service.ops.tokens import NamespaceTokens
-from encoder_service.pipeline import EncodeResult
+from encoder_service.pipeline import EncodeResult, holder_of
 from encoder_service.rpc.auth import holder_of_namespace
 from encoder_service.rpc.status import (
     as_service_error,
@@ -44,8 +44,8 @@ Context = grpc.aio.ServicerContext[Any, Any]
 Metadata: TypeAlias = tuple[tuple[str, str | bytes], ...]
 
 INSTANCE_KEY = "x-instance-id"
-# Messages are shortened in logs because they repeat what callers sent.
-MAX_LOGGED_MESSAGE = 300
+# Log lines shorten the messages of errors, which may repeat content of callers.
+MAX_LOGGED_CHARS = 300
 OUR_FAULT = frozenset(("INTERNAL", "DEVICE_FAULT"))
 TAKES_NO_WORK = (Draining, NotReady, Overloaded, DeviceFault)
 
@@ -53,7 +53,8 @@ TAKES_NO_WORK = (Draining, NotReady, Overloaded, DeviceFault)
 @dataclass
 class Call:
     """One RPC. metadata: the caller's metadata. instance_id: of this server process. host: the caller's.
-    holder: under which name the caller shares limits before its request is read. tokens: of the server."""
+    holder: the holder that the caller counts as before its request is read. tokens: the server's; None
+    without a gate."""
 
     method: str
     request_id: str
@@ -66,9 +67,9 @@ class Call:
     item_spans: dict[int, Span] = field(default_factory=dict)
 
     def holder_of(self, namespace: str) -> Holder:
-        """Under which name the call shares limits once its namespace is known."""
-        if self.tokens is None:  # not behind a gate
-            return (f"namespace {namespace}",)
+        """The holder that the call counts as once its namespace is known."""
+        if self.tokens is None:
+            return holder_of(namespace)
         return holder_of_namespace(self.tokens, self.host, namespace)
 
     def open_item(self, index: int) -> None:
@@ -81,16 +82,16 @@ class Call:
     def item_failure(
         self, metrics: Metrics, error: BaseException, index: int, num_items: int
     ) -> pb.ItemFailure:
-        """Logs and counts the failure of an item, and returns it for the item's event or status. Raises it
-        instead, as the failure of the whole call, if the call was routed, has one item, and this replica
-        accepts no work now: a gateway then tries another replica."""
+        """Logs and counts the failure of an item, and returns it for the item's event or status. If a gateway
+        routed the call, the call has one item, and this replica takes no work now, raises it instead as the
+        failure of the call: the gateway then tries another replica."""
         known = as_service_error(error)
         is_routed = num_items == 1 and any(name == ROUTING_KEY for name, _ in self.metadata)
         if is_routed and isinstance(known, TAKES_NO_WORK):
             call_failure = NotReady(known.message) if isinstance(known, DeviceFault) else known
             self._end_span(index, call_failure.reason, call_failure.message)
             raise call_failure from None
-        failure = failure_of(error)
+        failure = failure_of(known)
         self.item_failed(metrics, failure, index)
         return failure
 
@@ -118,17 +119,16 @@ class Call:
         failure: pb.ItemFailure,
         **fields: object,
     ) -> None:
-        reason, error = failure.reason, failure.message[:MAX_LOGGED_MESSAGE]
-        # Retryable failures that are not the service's fault: the same item may succeed later.
+        reason, error = failure.reason, failure.message[:MAX_LOGGED_CHARS]
         metrics.count(counter, reason)
-        if failure.retryable and reason not in OUR_FAULT:
+        if failure.retryable and reason not in OUR_FAULT:  # refused, and may succeed later
             metrics.count(metrics.rejections, reason)
         report(event, method=self.method, **fields, reason=reason, error=error)
 
     def delivered(
         self, metrics: Metrics, delivered: EncodeResult, index: int, transport: str, now_s: float
     ) -> None:
-        """Records that an item's rows, or their place, were sent. now_s: the pipeline's clock."""
+        """Records that the rows of an item, or their place, were sent. now_s: the pipeline's clock."""
         took_s = max(0.0, now_s - delivered.ready_s)
         metrics.observe_delivery(transport, took_s)
         span = self.item_spans.pop(index, None)
@@ -180,8 +180,8 @@ def observed(
             context.set_trailing_metadata(call.trailers())
             status = grpc.StatusCode.OK
             return response
-        except Exception as found:
-            error = as_service_error(found)
+        except Exception as exception:
+            error = as_service_error(exception)
             status = status_of(error)
             call.failed(metrics, failure_of(error), status.name)
             answer = status, status_text(error), (*trailing_metadata(error), *call.trailers())
@@ -189,8 +189,8 @@ def observed(
         finally:
             metrics.count(metrics.requests, method, status.name)
             call.close(status)
-        # Here the error is gone, and with it the request that its traceback holds: a caller may leave the
-        # answer unread.
+        # A caller may leave the answer unread. The error is deleted by now, and with it the request, which
+        # its traceback refers to.
         await context.abort(*answer)
         raise AssertionError("abort returned")
 

@@ -1,7 +1,7 @@
 """The gRPC server: handlers, addresses, TLS, limits on connections.
 
-Owns the network side of the servicer. Addresses are bound before the model loads, so that a port that is in
-use fails at once. With certificates, every ``host:port`` accepts TLS only. Unix sockets never use TLS; the
+Owns the network side of the servicer. Addresses are bound before the model loads, so that an address in use
+is reported at once. With certificates, every ``host:port`` accepts TLS only. Unix sockets never use TLS; the
 permissions of their files protect them.
 """
 
@@ -38,28 +38,27 @@ from vision_encoder.v1 import encoder_pb2 as pb
 
 log = structlog.get_logger(__name__)
 
-# gRPC can lose a call that arrives at the moment of the stop, and then waits for its end until the grace
-# period is over. The wait ends early once no call has been in progress for this long, which leaves time for
-# last bytes.
+# gRPC can lose a call that arrives at the moment of the stop, and then waits for its end for the whole grace
+# period. So the wait ends once no call has been in progress for LINGER_S. Until then, last bytes are sent.
 LINGER_S = 3.0
 STOP_POLL_S = 0.1
-# Per connection. A client that pings more often while the server sends nothing is closed (ENHANCE_YOUR_CALM).
-# Proxies ping every second, and a client may ping between two calls. The server pings after PING_AFTER_S of
-# silence.
+# Per connection. A client that pings more often while the server sends nothing is disconnected
+# (ENHANCE_YOUR_CALM). Proxies ping every second, and a client may ping between two calls. The server pings
+# after PING_AFTER_S without traffic.
 MIN_PING_INTERVAL_S = 0.5
 PING_AFTER_S, PING_TIMEOUT_S = 60.0, 20.0
 IDLE_S = 300.0
-# Per connection. A client's further calls wait on its side.
+# Per connection. Further calls of the client wait on its side.
 MAX_STREAMS = 256
-# Calls that gRPC holds before the event loop takes them. Above the first number it refuses calls at random,
-# also those of callers that sent only one.
+# Calls that gRPC holds before the event loop takes them. Above the first number it refuses random calls, also
+# those of well-behaved callers; above the second, all.
 MAX_PENDING_CALLS, MAX_PENDING_CALLS_EVER = 32_768, 65_536
-# gRPC accepts more connections than the limit, so that ``ConnectionShares`` can choose which ones end.
+# gRPC accepts this share of connections above the limit, so that ``ConnectionShares`` chooses which ones end.
 EXTRA_CONNECTIONS = 1 / 4
-# What a caller may send of a message that is not read, also behind its request. gRPC would let it grow to
-# megabytes.
-UNREAD_BYTES = 1 << 18
-IDENTITY_ALONE = 1 << grpc.Compression.NoCompression.value
+# Bytes that a caller may send before they are read, also after its request. gRPC's default is megabytes.
+LOOKAHEAD_BYTES = 1 << 18
+# A set of algorithms with one element: compressed messages are refused.
+NO_COMPRESSION_ONLY = 1 << grpc.Compression.NoCompression.value
 HANDSHAKE_S = 20.0
 MAX_METADATA_BYTES = 16384
 SERVICE = pb.DESCRIPTOR.services_by_name["VisionEncoder"].full_name
@@ -75,8 +74,8 @@ class GrpcServer:
         certificates: Reloaded[Certificates] | None = None,
         connection_age_s: float = 0.0,
     ) -> None:
-        """gate: checks every call first. certificates: None for addresses without TLS. connection_age_s: as
-        the setting."""
+        """gate: makes the checks before each call. certificates: None for addresses without TLS.
+        connection_age_s: longest life of a connection; 0 for no limit."""
         self._gate = gate
         self._certificates = certificates
         self._has_reflection = settings.reflection
@@ -84,14 +83,14 @@ class GrpcServer:
             "grpc.max_receive_message_length": settings.max_message_bytes,
             "grpc.max_send_message_length": settings.max_message_bytes,
             "grpc.so_reuseport": 0,
-            "grpc.compression_enabled_algorithms_bitset": IDENTITY_ALONE,
+            "grpc.compression_enabled_algorithms_bitset": NO_COMPRESSION_ONLY,
             "grpc.max_allowed_incoming_connections": int(settings.max_connections * (1 + EXTRA_CONNECTIONS)),
             "grpc.max_concurrent_streams": MAX_STREAMS,
             "grpc.http.overload_protection": 0,
             "grpc.server.max_pending_requests": MAX_PENDING_CALLS,
             "grpc.server.max_pending_requests_hard_limit": MAX_PENDING_CALLS_EVER,
             "grpc.http2.bdp_probe": 0,
-            "grpc.http2.lookahead_bytes": UNREAD_BYTES,
+            "grpc.http2.lookahead_bytes": LOOKAHEAD_BYTES,
             "grpc.http2.min_ping_interval_without_data_ms": int(MIN_PING_INTERVAL_S * 1e3),
             "grpc.keepalive_permit_without_calls": 1,
             "grpc.keepalive_time_ms": int(PING_AFTER_S * 1e3),
@@ -106,7 +105,7 @@ class GrpcServer:
         self._server = grpc.aio.server(options=list(options.items()))
         self._health = Health()
         self._services: tuple[str, ...] = ()
-        # With the identity of the socket at the path.
+        # Paths of the unix sockets, with the identity of the socket that this server has bound there.
         self._unix_paths: dict[Path, tuple[int, int] | None] = {}
         self._ports: set[int] = set()
         self._shares = ConnectionShares(settings.max_connections)
@@ -135,16 +134,16 @@ class GrpcServer:
         return tuple(bound)
 
     def _bind_unix(self, path: Path) -> None:
-        """Binds a path. gRPC unlinks the name that it was given at its end, even if another server listens
-        there by then, so it gets a name of its own, which is then renamed."""
+        """Binds a unix socket. When it stops, gRPC unlinks the path that it has bound, even if another server
+        listens there by then. So it binds a temporary path, which is then renamed."""
         remove_dead_socket(str(path))
-        own = path.with_name(f".{secrets.token_hex(4)}")
-        self._server.add_insecure_port(f"unix:{own}")
-        own.rename(path)
+        temporary = path.with_name(f".{secrets.token_hex(4)}")
+        self._server.add_insecure_port(f"unix:{temporary}")
+        temporary.rename(path)
         self._unix_paths[path] = file_identity(path)
 
     async def start(self, services: dict[str, dict[str, grpc.RpcMethodHandler[Any, Any]]]) -> None:
-        """Registers the services, by name their handlers, and starts to answer calls."""
+        """Registers the handlers by service and method, and starts to answer calls."""
         self._services = tuple(services)
         self._server.add_generic_rpc_handlers(
             [grpc.method_handlers_generic_handler(name, handlers) for name, handlers in services.items()]
@@ -162,9 +161,9 @@ class GrpcServer:
         self._health.set(("", *self._services), serving=serving)
 
     async def stop(self, grace_s: float) -> None:
-        """Accepts no new calls. Calls in progress may take ``grace_s`` to end."""
+        """Accepts no new calls, and waits up to ``grace_s`` for those in progress."""
         for path, identity in self._unix_paths.items():
-            if file_identity(path) == identity:  # else another server's
+            if file_identity(path) == identity:  # otherwise another server has bound the path
                 path.unlink(missing_ok=True)
         self._unix_paths.clear()
         stopping = asyncio.ensure_future(self._server.stop(grace_s))
@@ -182,17 +181,17 @@ class GrpcServer:
 
 
 def file_identity(path: Path) -> tuple[int, int] | None:
-    """What tells a file from another one with its name. None if there is none."""
+    """Device and inode of the file at a path. None if there is no file."""
     try:
-        found = path.lstat()
+        status = path.lstat()
     except OSError:
         return None
-    return found.st_dev, found.st_ino
+    return status.st_dev, status.st_ino
 
 
 def open_tokens(settings: Settings) -> NamespaceTokens:
     """The tokens of all namespaces, for gRPC and the broker. Raises ConfigurationError for a tokens file that
-    cannot be read, for an isolated namespace without a token, and if no token could open any namespace."""
+    cannot be read, for an isolated namespace without a token, and if no namespace can be used at all."""
     tokens = NamespaceTokens(settings.tokens_file, open_namespaces=settings.open_namespaces)
     missing = sorted(set(settings.isolated_namespaces) - tokens.names())
     if missing:
@@ -201,20 +200,20 @@ def open_tokens(settings: Settings) -> NamespaceTokens:
         raise ConfigurationError("open_namespaces is off and no namespace has a token: all calls would fail")
     in_clear = [] if settings.tls_cert is not None else list(filter(is_reachable, settings.listen))
     if tokens.names() and in_clear:
-        log.warning("tokens travel in clear without tls_cert", listen=",".join(in_clear))
+        log.warning("without tls_cert, tokens are sent unencrypted", listen=",".join(in_clear))
     return tokens
 
 
 def call_gate(
     settings: Settings, tokens: NamespaceTokens, metrics: Metrics, admission: Admission
 ) -> CallGate:
-    """The gate of all calls. admission: counts their messages. Registers its metrics, so call it once per
-    registry."""
+    """The gate of all calls. admission: counts their messages. Registers the gate's metrics, so call it once
+    per registry."""
     gate = CallGate(tokens, CallPermits(settings.max_calls), admission, settings.max_message_bytes)
     metrics.gauge("ve_open_calls", "Calls in progress.", lambda: gate.permits.num_calls)
     metrics.counter_view(
         "ve_refused_calls",
-        "Calls refused before their handler: too many, no token that opens, no request in time.",
+        "Calls refused before their handler, by reason: too many calls, no valid token, no request in time.",
         lambda: gate.refused,
         "reason",
     )
@@ -222,7 +221,7 @@ def call_gate(
 
 
 def open_grpc(settings: Settings, gate: CallGate) -> GrpcServer:
-    """The server, not bound yet. Raises ConfigurationError for certificates that cannot be read."""
+    """A server that is not bound yet. Raises ConfigurationError for certificates that cannot be read."""
     certificates = None
     if settings.tls_cert is not None and settings.tls_key is not None:
         certificates = certificate_files(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
@@ -243,13 +242,13 @@ def is_reachable(address: str) -> bool:
 def method_handlers(
     servicer: VisionEncoderServicer, gate: CallGate
 ) -> dict[str, grpc.RpcMethodHandler[Any, Any]]:
-    """Handlers by method name, behind the gate. They are registered as request-streaming, since the gate
-    reads each call's message. Streams of rows serialise their own chunks; all other messages are plain
+    """Handlers by method name, behind the gate. All are registered as request-streaming, because the gate
+    reads the message of each call. Streams of rows serialise their own chunks; all other messages are plain
     protobuf."""
 
     def handled(name: str, behaviour: Callable[..., Awaitable[Any]], request: type[Any]) -> Any:
-        passed = gate.passed(behaviour, request)
-        return observed.observed(name, passed, servicer.metrics, servicer.instance_id)
+        gated = gate.passed(behaviour, request)
+        return observed.observed(name, gated, servicer.metrics, servicer.instance_id)
 
     unary = (
         ("GetServerInfo", servicer.get_server_info, pb.GetServerInfoRequest, pb.GetServerInfoResponse),
@@ -274,19 +273,20 @@ def method_handlers(
 
 def server_credentials(files: Reloaded[Certificates]) -> grpc.ServerCredentials:
     """Credentials that follow the certificate files. gRPC asks for them before each handshake; open
-    connections are not affected. Whether clients need a certificate is decided once."""
+    connections keep theirs. Whether clients need a certificate is decided once, here."""
     used: Certificates | None = None
 
-    def configuration(found: Certificates) -> grpc.ServerCertificateConfiguration:
-        return grpc.ssl_server_certificate_configuration([(found.key, found.chain)], found.client_ca)
+    def configuration(certificates: Certificates) -> grpc.ServerCertificateConfiguration:
+        pair = certificates.key, certificates.chain
+        return grpc.ssl_server_certificate_configuration([pair], certificates.client_ca)
 
     def changed() -> grpc.ServerCertificateConfiguration | None:
         nonlocal used
-        found = files.current()
-        if found is used:
-            return None  # tells gRPC that nothing changed
-        used = found
-        return configuration(found)
+        current = files.current()
+        if current is used:
+            return None  # gRPC keeps the former ones
+        used = current
+        return configuration(current)
 
     return grpc.dynamic_ssl_server_credentials(
         configuration(files.current()),

@@ -1,5 +1,5 @@
-"""The answer of GetServerInfo: the model, the limits, the transports. It is constant for the life of the
-process."""
+"""The answer of GetServerInfo: the model, the limits, the transports. It does not change while the process
+runs."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def server_info(
     segments: PixelSegments | None = None,
     unusable: Mapping[str, str] | None = None,
 ) -> pb.GetServerInfoResponse:
-    """instance_id: the broker reports it too. segments: None where pixels in shared memory are refused.
-    unusable: the optional kernel libraries that cannot be used here, with the reason."""
+    """instance_id: that of the broker. segments: None where pixels in shared memory are refused. unusable:
+    the optional kernel libraries that cannot be used on this device, with the reason."""
     tower, clips = model.tower, model.preprocessor.clips
     info = pb.GetServerInfoResponse(
         protocol_version=convert.PROTOCOL_VERSION,
@@ -78,7 +78,7 @@ def server_info(
 
 
 def transports(settings: Settings, store: EmbeddingStore) -> list[pb.TransportInfo]:
-    """The transports over shared memory: one for each kind of arena that the broker hands out."""
+    """The transports over shared memory: one for each tier whose arenas the broker hands out."""
     if not settings.broker_path:
         return []
     kinds = {arena.kind: arena for _, arena in store.arenas()}

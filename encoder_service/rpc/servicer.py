@@ -1,8 +1,9 @@
 """The calls of vision_encoder.v1.VisionEncoder on the pipeline.
 
-Owns what a call consists of: its items, its deadline, what is refused as a whole. A handler raises what fails
-the call; ``observed`` makes its status of it. An item's failure is in its own event or status. Streams of
-items are ``item_stream``'s, places and inline rows ``delivery``'s.
+Owns the parts of a call: its items, its deadline, and the checks that refuse it as a whole. An exception of a
+handler is the failure of the call, which ``observed`` turns into its status. The failure of an item is in the
+item's own event or status. ``item_stream`` owns streams of items, ``delivery`` the choice between places and
+inline rows.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from encoder_service.inflight import InFlightEncode
 from encoder_service.ops.metrics import Metrics
 from encoder_service.pipeline import EncodeResult, Pipeline
 from encoder_service.rpc import convert, observed
-from encoder_service.rpc.delivery import Delivery, Wanted
+from encoder_service.rpc.delivery import Delivery, RowsRequest
 from encoder_service.rpc.item_reader import ItemReader
 from encoder_service.rpc.item_stream import ItemStream
 from encoder_service.store.embedding_store import RETRY_AFTER_MS
@@ -34,7 +35,7 @@ MAX_MODEL_NAME_BYTES = 256
 
 
 class VisionEncoderServicer:
-    """Handlers by method name; ``rpc.server`` registers them."""
+    """The handlers of all methods; ``rpc.server`` registers them."""
 
     def __init__(
         self,
@@ -43,6 +44,7 @@ class VisionEncoderServicer:
         reader: ItemReader,
         metrics: Metrics,
     ) -> None:
+        """info: the answer of GetServerInfo. reader: reads the items of calls."""
         self.metrics = metrics
         self._pipeline = pipeline
         self._info = info
@@ -51,14 +53,14 @@ class VisionEncoderServicer:
 
     @property
     def instance_id(self) -> str:
-        """Of this start of the server."""
+        """Identifies this start of the server."""
         return self._info.instance_id
 
     # -- unary calls -----------------------------------------------------------------------------------
 
     async def get_server_info(self, request: pb.GetServerInfoRequest, _: Context) -> pb.GetServerInfoResponse:
         version, least = request.protocol_version, convert.MIN_PROTOCOL_VERSION
-        if version and version < least:  # 0: the caller reads the versions and decides for itself
+        if version and version < least:  # 0: the caller compares the versions itself
             raise InvalidRequest(f"protocol version {version} is too old, at least {least} is needed")
         return self._info
 
@@ -85,9 +87,9 @@ class VisionEncoderServicer:
                 )
             return encoded
 
-        async def one(index: int, message: pb.Item) -> pb.PrefetchStatus:
+        async def prefetch_item(index: int, message: pb.Item) -> pb.PrefetchStatus:
             try:
-                announced = await self._reader.ask(message, announce, holder)
+                announced = await self._reader.use(message, announce, holder)
             except Exception as error:
                 failure = call.item_failure(self.metrics, error, index, len(request.items))
                 return pb.PrefetchStatus(failure=failure)
@@ -104,7 +106,7 @@ class VisionEncoderServicer:
         holder = call.holder_of(request.namespace)
         self._check_call(request.namespace, request.model, len(request.items))
         return pb.PrefetchResponse(
-            statuses=await asyncio.gather(*itertools.starmap(one, enumerate(request.items)))
+            statuses=await asyncio.gather(*itertools.starmap(prefetch_item, enumerate(request.items)))
         )
 
     async def touch(self, request: pb.TouchRequest, _: Context) -> pb.TouchResponse:
@@ -118,60 +120,54 @@ class VisionEncoderServicer:
 
     async def encode(self, request: pb.EncodeRequest, context: Context) -> None:
         deadline_s = self._deadline_s(context)
-
         holder = observed.this_call().holder_of(request.namespace)
 
-        async def encoded(item: Item) -> EncodeResult:
+        async def encode(item: Item) -> EncodeResult:
             return await self._pipeline.encode(
                 item, namespace=request.namespace, holder=holder, deadline_s=deadline_s
             )
 
-        async def one(message: pb.Item) -> EncodeResult:
-            return await self._reader.ask(message, encoded, holder)
+        async def encode_item(message: pb.Item) -> EncodeResult:
+            return await self._reader.use(message, encode, holder)
 
         self._check_call(request.namespace, request.model, len(request.items))
-        await self._stream(context, request, one, request.items)
+        await self._stream(context, request, encode_item, request.items)
 
     async def fetch(self, request: pb.FetchRequest, context: Context) -> None:
         deadline_s = self._deadline_s(context)
 
-        async def one(key: bytes) -> EncodeResult:
+        async def fetch_key(key: bytes) -> EncodeResult:
             return await self._pipeline.fetch(key, namespace=request.namespace, deadline_s=deadline_s)
 
         self._check_call(request.namespace, "", len(request.keys))
-        await self._stream(context, request, one, request.keys)
+        await self._stream(context, request, fetch_key, request.keys)
 
     async def _stream(
         self,
         context: Context,
         request: pb.EncodeRequest | pb.FetchRequest,
-        one: Callable[[Request], Awaitable[EncodeResult]],
+        encode: Callable[[Request], Awaitable[EncodeResult]],
         items: Sequence[Request],
     ) -> None:
-        call = observed.this_call()
-        tier = convert.wanted_tier(request.delivery)
+        tier = convert.requested_tier(request.delivery)
         if request.after_lost_read:
             self._delivery.count_reads(request.namespace, 0, len(items))
-        stream = ItemStream(
-            self._pipeline,
-            self._delivery,
-            context,
-            call,
-            wanted=Wanted(request.namespace, tier, request.after_lost_read),
-        )
-        await stream.run(one, items)
+        requested = RowsRequest(request.namespace, tier, request.after_lost_read)
+        call = observed.this_call()
+        stream = ItemStream(self._pipeline, self._delivery, context, call, requested=requested)
+        await stream.run(encode, items)
 
     # -- shared ----------------------------------------------------------------------------------------
 
     def _deadline_s(self, context: Context) -> float | None:
-        """The call's deadline in the pipeline's clock, None without one."""
+        """The call's deadline in the pipeline's clock; None without a deadline."""
         remaining_s = context.time_remaining()
         return None if remaining_s is None else self._pipeline.clock() + remaining_s
 
     def _check_call(self, namespace: str, model: str, num_items: int) -> None:
-        """Raises what concerns the call as a whole: InvalidRequest, UnknownModel."""
+        """Refuses the call as a whole. Raises InvalidRequest, UnknownModel."""
         check_namespace(namespace)
-        if len(model.encode()) > MAX_MODEL_NAME_BYTES:  # an answer that repeats it must fit into the trailers
+        if len(model.encode()) > MAX_MODEL_NAME_BYTES:  # the error's trailing metadata repeats the name
             raise UnknownModel(
                 f"the model name has {len(model.encode())} bytes, at most {MAX_MODEL_NAME_BYTES} are taken"
             )
@@ -201,7 +197,7 @@ class VisionEncoderServicer:
 
 
 def check_namespace(namespace: str) -> None:
-    """Raises InvalidRequest with both numbers."""
+    """Raises InvalidRequest for a name above MAX_NAMESPACE_BYTES."""
     if len(namespace.encode()) > MAX_NAMESPACE_BYTES:
         raise InvalidRequest(
             f"namespace has {len(namespace.encode())} bytes, at most {MAX_NAMESPACE_BYTES} are taken"

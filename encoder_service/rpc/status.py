@@ -1,18 +1,16 @@
 """The mapping from errors to gRPC statuses. No other module knows both.
 
-Every class of ``errors.py`` has a status here, its own or that of its nearest ancestor; a test checks this
-for the whole tree. The failure of one item is an ItemFailure in the stream. The failure of the whole call is
-the call's status, with the same ItemFailure serialised in the trailing metadata under
-``FAILURE_METADATA_KEY``.
+Every class of ``errors.py`` has a status here, its own or that of its nearest ancestor. The failure of an
+item is an ItemFailure in the stream. The failure of a call is the call's status, with the same ItemFailure
+serialised in the trailing metadata under ``FAILURE_METADATA_KEY``.
 
-If a retry helps, the status states the delay in two more forms, for clients other than ``lm_adapter``:
-``google.rpc.RetryInfo`` in the status details, and the pushback of gRPC's built-in retries.
+If a retry helps, the trailing metadata state the delay in two more forms, for clients other than
+``lm_adapter``: ``google.rpc.RetryInfo`` in the status details, and the pushback of gRPC's built-in retries.
 """
 
 from __future__ import annotations
 
 import asyncio
-from typing import Any, NoReturn
 
 import grpc
 from google.protobuf.any_pb2 import Any as PackedMessage
@@ -23,7 +21,7 @@ from encoder_service import errors
 from vision_encoder.v1 import encoder_pb2 as pb
 
 FAILURE_METADATA_KEY = "vision-encoder-failure-bin"
-# Keys that gRPC defines: a serialised google.rpc.Status, and the delay in ms of its built-in retries.
+# Keys that gRPC defines: a serialised google.rpc.Status, and the delay of built-in retries in milliseconds.
 STATUS_METADATA_KEY = "grpc-status-details-bin"
 PUSHBACK_METADATA_KEY = "grpc-retry-pushback-ms"
 ERROR_DOMAIN = "vision_encoder.v1"
@@ -53,7 +51,7 @@ def status_of(error: errors.VisionEncoderError) -> grpc.StatusCode:
 
 
 def as_service_error(error: BaseException) -> errors.VisionEncoderError:
-    """The error itself, or the service's error for a foreign exception."""
+    """The error itself, or the service's error for another exception."""
     if isinstance(error, errors.VisionEncoderError):
         return error
     if isinstance(error, asyncio.CancelledError):
@@ -81,7 +79,7 @@ def status_text(error: errors.VisionEncoderError) -> str:
 
 
 def trailing_metadata(error: errors.VisionEncoderError) -> tuple[tuple[str, str | bytes], ...]:
-    """The metadata of a failed call, sent with its status and message."""
+    """The trailing metadata of a failed call."""
     metadata: list[tuple[str, str | bytes]] = [
         (FAILURE_METADATA_KEY, failure_of(error).SerializeToString()),
     ]
@@ -92,7 +90,7 @@ def trailing_metadata(error: errors.VisionEncoderError) -> tuple[tuple[str, str 
 
 
 def retry_status(error: errors.VisionEncoderError) -> Status:
-    """The error and its retry delay as a google.rpc.Status. Code and message equal those of the call."""
+    """The error and its retry delay as a google.rpc.Status. Code and message are those of the call."""
     code: int = status_of(error).value[0]
     advice = RetryInfo()
     advice.retry_delay.FromMilliseconds(error.retry_after_ms)
@@ -102,13 +100,3 @@ def retry_status(error: errors.VisionEncoderError) -> Status:
         packed.Pack(detail)
         status.details.append(packed)
     return status
-
-
-async def abort(
-    context: grpc.aio.ServicerContext[Any, Any],
-    error: errors.VisionEncoderError,
-    trailers: tuple[tuple[str, str | bytes], ...] = (),
-) -> NoReturn:
-    """Ends the call with the error's status. trailers: metadata in addition to the error's own."""
-    await context.abort(status_of(error), status_text(error), (*trailing_metadata(error), *trailers))
-    raise AssertionError("abort returned")

@@ -1,4 +1,4 @@
-"""Admission: limits on queued patches and bytes, and on unread rows, each with shares by caller.
+"""Admission: limits on queued patches and bytes, and on undelivered rows, each with shares by caller.
 
 Owns these counters and the retry delay that refused callers are given; ``ops.shares`` owns how a limit is
 shared. Refuses work at once instead of letting callers wait. Not thread-safe: used from the event loop only.
@@ -82,31 +82,31 @@ class Permit:
             self._admission._give_back(self)
 
 
-class UnreadBytes:
-    """Bytes of encoded rows that some caller has not read yet. Slow readers keep them in memory in addition
-    to the store. Rows that several callers wait for count once, as the first one's.
+class UndeliveredBytes:
+    """Bytes of encoded rows that are not delivered to all their callers yet. Slow readers keep them in memory
+    in addition to the store. Rows that several callers wait for count once, in the first caller's share.
 
     No new encode starts for a caller above its share of ``max_bytes``; encodes that were admitted continue.
-    What one caller has above its share does not take from the others'.
+    The bytes that a caller has above its share do not reduce the shares of others.
     """
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self.num_bytes = 0
         self._shares = Shares(max_bytes)
-        self._unread: Counter[Holder] = Counter()
+        self._undelivered: Counter[Holder] = Counter()
         self._readers: dict[int, tuple[Holder, int]] = {}
-        """By the rows' identity: whose they are, and how many callers have not read them."""
+        """By the identity of the rows: the holder that they count for, and the callers that wait for them."""
 
     def add(self, rows: object, num_bytes: int, holder: Holder = WHOLE) -> None:
-        """Adds a caller that holds ``rows`` until ``remove``."""
+        """Adds a caller that ``rows`` are to be delivered to."""
         owner, num_readers = self._readers.get(id(rows), (holder[:1], 0))
         self._readers[id(rows)] = owner, num_readers + 1
         if not num_readers:
             self._count(owner, num_bytes)
 
     def remove(self, rows: object, num_bytes: int) -> None:
-        """Removes a caller that has read ``rows`` or has left."""
+        """Removes a caller that ``rows`` were delivered to, or that has left."""
         owner, num_readers = self._readers[id(rows)]
         self._readers[id(rows)] = owner, num_readers - 1
         if num_readers == 1:
@@ -114,11 +114,11 @@ class UnreadBytes:
             self._count(owner, -num_bytes)
 
     def check_room(self, holder: Holder = WHOLE) -> None:
-        """Raises QueueFull, with both numbers, while too much of the caller's is unread."""
+        """Raises QueueFull, with both numbers, while the caller has no share left."""
         if self._shares.room(holder[:1]) <= 0:
             raise QueueFull(
                 f"{self.num_bytes} bytes of rows wait to be read, at most {self.max_bytes} may, three "
-                f"quarters of them one caller's, and {self._unread[holder[:1]]} are this one's",
+                f"quarters of them one caller's, and {self._undelivered[holder[:1]]} are this one's",
                 retry_after_ms=RETRY_AFTER_MS,
                 undelivered_bytes=self.num_bytes,
                 max_bytes=self.max_bytes,
@@ -130,12 +130,12 @@ class UnreadBytes:
 
     def _count(self, owner: Holder, num_bytes: int) -> None:
         most = self.max_bytes - (self.max_bytes // RESERVED if owner else 0)
-        former = min(most, self._unread[owner])
+        former = min(most, self._undelivered[owner])
         self.num_bytes += num_bytes
-        self._unread[owner] += num_bytes
-        self._shares.add(owner, min(most, self._unread[owner]) - former)
-        if not self._unread[owner]:
-            del self._unread[owner]
+        self._undelivered[owner] += num_bytes
+        self._shares.add(owner, min(most, self._undelivered[owner]) - former)
+        if not self._undelivered[owner]:
+            del self._undelivered[owner]
 
 
 class Admission:

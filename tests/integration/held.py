@@ -1,4 +1,4 @@
-"""What a service still holds for callers; all of it is nothing once they have left."""
+"""What a service holds for callers. Once they have left, every figure is 0."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from bench.harness.waiting import PATIENCE_S
 from tests.integration.conftest import RunningService
+from tests.unit.store.integrity import num_holds
 
 
 def held(service: RunningService) -> Mapping[str, int]:
@@ -20,11 +21,11 @@ def held(service: RunningService) -> Mapping[str, int]:
             "admitted bytes": found.pipeline.admission.num_bytes,
             "admitted patches": found.pipeline.admission.num_patches,
             "bytes of calls": found.message_bytes.num_bytes,
-            "unread bytes": found.pipeline.unread.num_bytes,
+            "undelivered bytes": found.pipeline.undelivered.num_bytes,
             "encodes": len(found.pipeline.inflight),
             "late bytes": found.gate.arrivals.num_bytes,
             "calls": found.gate.permits.num_calls,
-            "holds": sum(sum(arena._holders.values()) - len(arena) for _, arena in found.store.arenas()),
+            "holds": num_holds(found.store),
         }
 
     figures = service.on_loop(read)
@@ -33,7 +34,7 @@ def held(service: RunningService) -> Mapping[str, int]:
 
 
 def wait_until_free(service: RunningService) -> None:
-    """Raises AssertionError with what is still held after the time."""
+    """Raises AssertionError with the figures if something is still held after PATIENCE_S."""
     ends_s = time.monotonic() + PATIENCE_S
     while any((figures := held(service)).values()):
         assert time.monotonic() < ends_s, figures

@@ -158,10 +158,10 @@ def test_p33_bytes_that_are_no_message(service: RunningService) -> None:
             b"\x0a",
             b"\x08",
         ):
-            with pytest.raises(grpc.RpcError, match="are no vision_encoder"):
+            with pytest.raises(grpc.RpcError, match="are not a valid vision_encoder"):
                 list(encode(garbage, timeout=30))
         # Empty items: thirty times as large once they are parsed.
-        with pytest.raises(grpc.RpcError, match="at most 4096 are read"):
+        with pytest.raises(grpc.RpcError, match="at most 4096 are taken"):
             list(encode(b"\x0a\x00" * (1 << 20), timeout=30))
         good = pb.EncodeRequest(items=[pb.Item(modality=pb.MODALITY_IMAGE, encoded=photo())])
         assert list(encode(good.SerializeToString(), timeout=30))

@@ -25,7 +25,7 @@ from encoder_service.config import parse_settings
 from encoder_service.ops.tokens import NamespaceTokens
 from encoder_service.rpc import gate
 from encoder_service.rpc.gate import CallGate, CallPermits
-from encoder_service.rpc.health import UNREAD_S
+from encoder_service.rpc.response import UNREAD_S
 from encoder_service.rpc.server import GrpcServer
 from encoder_service.scheduler.admission import Admission
 from lm_adapter import AsyncVisionEncoderClient, EncoderError, EncoderOverloaded, VisionEncoderClient
@@ -80,7 +80,7 @@ def test_p67_hostile_messages_cost_no_more_memory_than_is_admitted(small: Servic
     """All sorts at once: compressed ones, many numbers and fields, large ones, also to health and reflection,
     and messages that stop before their end."""
     encode, gzip = http2.ENCODE, {"compression": grpc.Compression.Gzip}
-    too_many, too_large = "or more fields|QUEUE_FULL", "at most 4096 are read here|QUEUE_FULL"
+    too_many, too_large = "or more fields|QUEUE_FULL", "at most 4096 are taken here|QUEUE_FULL"
     large = pb.EncodeRequest(items=[pb.Item(encoded=bytes(15 * MIB))], model="none").SerializeToString()
     attacks: list[tuple[str, bytes, dict[str, object], str]] = [
         (encode, bytes(100 * MIB), gzip, "UNIMPLEMENTED"),
@@ -209,7 +209,7 @@ def test_p67_watchers_have_a_limit_and_checks_still_answer(
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert stub.Check(request, timeout=10).status == 1
         watches[0].cancel()
-        wait_until(lambda: found.service.gate._streams.num_calls == 5)
+        wait_until(lambda: found.service.gate.streams.num_calls == 5)
         assert next(stub.Watch(request)).status == 1
         unknown = health_pb2.HealthCheckRequest(service="x")
         assert next(stub.Watch(unknown)).status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
@@ -229,7 +229,7 @@ def test_p67_a_watcher_that_does_not_read_delays_nobody(
         http2.Connection(found.target, window=0) as silent,
     ):
         silent.send(http2.headers(1, path="/grpc.health.v1.Health/Watch") + check)
-        wait_until(lambda: found.service.gate._streams.num_calls == 1)
+        wait_until(lambda: found.service.gate.streams.num_calls == 1)
         watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=60)
         assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
         found.loop.call_soon_threadsafe(found.service.request_stop)
@@ -249,10 +249,10 @@ def test_p67_reflection_takes_small_messages_and_a_limited_number_of_streams(
         names = {service.name for service in answers[1].list_services_response.service}
         assert "vision_encoder.v1.VisionEncoder" in names
         large = reflection_pb2.ServerReflectionRequest(file_by_filename="x" * gate.MAX_SMALL_BYTES)
-        with pytest.raises(grpc.RpcError, match="at most 4096 are read here"):
+        with pytest.raises(grpc.RpcError, match="at most 4096 are taken here"):
             list(stub.ServerReflectionInfo(iter([large]), timeout=20))
         idle = [stub.ServerReflectionInfo(iter(threading.Event().wait, None), timeout=20) for _ in range(6)]
-        wait_until(lambda: found.service.gate._streams.num_calls == 6)
+        wait_until(lambda: found.service.gate.streams.num_calls == 6)
         with pytest.raises(grpc.RpcError, match="at most 8"):
             list(stub.ServerReflectionInfo(iter([wanted]), timeout=20))
         for stream in idle:

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 import grpc
 import pytest
 
+from encoder_service.engine.device import DeviceEngine
 from encoder_service.errors import DeviceFault, UrlUnreachable
-from encoder_service.scheduler.admission import UnreadBytes
+from encoder_service.scheduler.admission import UndeliveredBytes
 from tests.integration.conftest import RunningService, connected
 from tests.integration.images import photo
 from vision_encoder.layout.keys import ROUTING_KEY
@@ -33,7 +34,7 @@ def test_an_overloaded_replica_refuses_a_routed_call(
     service: RunningService, stub: encoder_pb2_grpc.VisionEncoderStub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert service.service.pipeline is not None
-    monkeypatch.setattr(service.service.pipeline, "unread", UnreadBytes(0))
+    monkeypatch.setattr(service.service.pipeline, "undelivered", UndeliveredBytes(0))
     request = pb.EncodeRequest(items=items(photo(256, 256)))
     (event,) = stub.Encode(request, timeout=TIMEOUT_S)
     assert event.failure.reason == "QUEUE_FULL"
@@ -61,8 +62,7 @@ def test_a_draining_replica_refuses_a_routed_call(
 def test_no_new_work_after_a_device_fault_is_a_refusal_of_the_replica(
     service: RunningService, stub: encoder_pb2_grpc.VisionEncoderStub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert service.service.pipeline is not None
-    monkeypatch.setattr(service.service.pipeline._engine, "_fault", DeviceFault("the device failed"))
+    monkeypatch.setattr(DeviceEngine, "fault", DeviceFault("the device failed"))
     request = pb.EncodeRequest(items=items(photo(32, 64)))
     (event,) = stub.Encode(request, timeout=TIMEOUT_S)
     assert event.failure.reason == "DEVICE_FAULT"

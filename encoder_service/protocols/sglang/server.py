@@ -253,7 +253,7 @@ class SglangServer:
             return await pipeline.encode(fetched, namespace=NAMESPACE)
 
         reader = ItemReader(self._message_bytes, pipeline.workers.executor, None, backend.urls)
-        return await reader.ask(url_message(item, modality), encode_fetched, (NAMESPACE,))
+        return await reader.use(url_message(item, modality), encode_fetched, (NAMESPACE,))
 
     def _count_rows(self, permit: Permit, num_bytes: int) -> None:
         """Counts rows of the request until its end. Raises InvalidRequest if the request alone exceeds the

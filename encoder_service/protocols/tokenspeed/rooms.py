@@ -34,7 +34,7 @@ from encoder_service.protocols.tokenspeed.room import ROOM_S, CallItem, Rank, Ro
 from encoder_service.protocols.tokenspeed.sending import RankSender
 from encoder_service.protocols.zmq_push import Receivers
 from encoder_service.rpc.status import failure_of
-from encoder_service.scheduler.admission import UnreadBytes
+from encoder_service.scheduler.admission import UndeliveredBytes
 
 log = structlog.get_logger(__name__)
 
@@ -57,16 +57,16 @@ class Rooms:
         self,
         receivers: Receivers,
         sender: RankSender,
-        unread: UnreadBytes,
+        undelivered: UndeliveredBytes,
         metrics: Metrics,
         refused: Counter[str],
         clock: Callable[[], float] = time.monotonic,
         limit_s: float = ROOM_S,
     ) -> None:
-        """unread: counts rows that wait or are being sent. clock: monotonic seconds, the pipeline's. limit_s:
-        how long a room waits for its ranks or its item."""
+        """undelivered: counts rows that wait or are being sent. clock: monotonic seconds, the pipeline's.
+        limit_s: how long a room waits for its ranks or its item."""
         self.refused = refused
-        self._receivers, self._sender, self._unread = receivers, sender, unread
+        self._receivers, self._sender, self._undelivered = receivers, sender, undelivered
         self._metrics, self._clock, self._limit_s = metrics, clock, limit_s
         self._rooms: dict[int, Room] = {}
         self._timers: dict[int, asyncio.TimerHandle] = {}
@@ -111,7 +111,7 @@ class Rooms:
         self._forget_early(room)
         self._act_on(room)
         try:
-            self._unread.check_room()
+            self._undelivered.check_room()
             yield room
         except BaseException:  # the call reports it
             self._end(room, wire.FAILED)
@@ -123,7 +123,7 @@ class Rooms:
             result.release()
             return
         room.add_rows(result)
-        self._unread.add(result.encoded, result.encoded.spec.num_bytes)
+        self._undelivered.add(result.encoded, result.encoded.spec.num_bytes)
         self._act_on(room)
 
     def _open(self, number: int) -> Room:
@@ -258,7 +258,7 @@ class Rooms:
         self._rooms.pop(room.number, None)
         result = room.end()
         if result is not None:
-            self._unread.remove(result.encoded, result.encoded.spec.num_bytes)
+            self._undelivered.remove(result.encoded, result.encoded.spec.num_bytes)
             result.release()
         for rank in room.ranks.values():
             self._sender.send_status(rank, status)

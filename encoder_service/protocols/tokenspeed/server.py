@@ -47,7 +47,7 @@ from encoder_service.rpc import convert, observed
 from encoder_service.rpc.gate import CallGate, CallPermits
 from encoder_service.rpc.item_reader import ItemReader
 from encoder_service.rpc.server import GrpcServer
-from encoder_service.scheduler.admission import Admission, UnreadBytes
+from encoder_service.scheduler.admission import Admission, UndeliveredBytes
 from encoder_service.types import Item
 from vision_encoder.layout.host import host_id
 from vision_encoder.tokenspeed import tokenspeed_encoder_pb2 as encoder
@@ -169,7 +169,7 @@ class EncodeCalls:
         wire.check_rows(message, grid, tower, self.max_row_bytes)
         match message.encoder_input.WhichOneof("payload"):
             case "shm":
-                return await self.reader.ask(wire.segment_item(message, modality, grid), question)
+                return await self.reader.use(wire.segment_item(message, modality, grid), question)
             case "inline" if message.ByteSize() > MAX_COPIED_ON_LOOP_BYTES:
                 holder, workers = holder_of(NAMESPACE), self.pipeline.workers
                 return await question(await workers.run(holder, wire.inline_item, message, modality, grid))
@@ -242,7 +242,7 @@ class TokenSpeedServer:
         self._rooms = Rooms(
             Receivers("tokenspeed_receivers", settings.tokenspeed_receivers),
             RankSender(self._sender, self._mooncake, self._refused),
-            UnreadBytes(settings.max_undelivered_bytes),
+            UndeliveredBytes(settings.max_undelivered_bytes),
             self._metrics,
             self._refused,
         )

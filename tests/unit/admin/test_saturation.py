@@ -12,7 +12,7 @@ from encoder_service.admin.saturation import Saturation
 from encoder_service.engine.jobs import EngineCounters
 from encoder_service.load import DeviceLoad
 from encoder_service.ops.metrics import Metrics
-from encoder_service.scheduler.admission import Admission, UnreadBytes
+from encoder_service.scheduler.admission import Admission, UndeliveredBytes
 from encoder_service.scheduler.buckets import Bucket
 
 
@@ -25,7 +25,7 @@ class Rig:
         admission = Admission(1000, 1 << 20)
         pipeline: Any = SimpleNamespace(
             admission=admission,
-            unread=UnreadBytes(1 << 20),
+            undelivered=UndeliveredBytes(1 << 20),
             load=DeviceLoad(admission, self.counters),
         )
         self.pipeline = pipeline

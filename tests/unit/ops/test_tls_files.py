@@ -16,7 +16,7 @@ from encoder_service.ops.tls import Certificates, certificate_files
 from tests.certificates import DAY, Authority
 
 
-def look(files: Reloaded[Certificates]) -> None:
+def recheck(files: Reloaded[Certificates]) -> None:
     """What the thread does in a second."""
     files.check()
     files.check()
@@ -31,26 +31,26 @@ def test_files_are_followed_and_half_a_rotation_is_not(tmp_path: Path) -> None:
     assert first.client_ca
     shutil.copy(other.cert, used.cert)
     assert files.current() is first
-    look(files)
+    recheck(files)
     assert files.current() is first  # its key is not there yet
     shutil.copy(other.key, used.key)
-    look(files)
+    recheck(files)
     second = files.current()
     assert (second.chain, second.key) == (other.cert.read_bytes(), other.key.read_bytes())
     used.cert.unlink()
-    look(files)
+    recheck(files)
     assert files.current() is second
 
 
 def test_what_is_no_certificate_is_refused_at_once(tmp_path: Path) -> None:
     authority = Authority(tmp_path)
     one, two = authority.issue("one"), authority.issue("two")
-    with pytest.raises(ConfigurationError, match="no certificate and its key"):
+    with pytest.raises(ConfigurationError, match="not a certificate and its key"):
         certificate_files(one.cert, two.key)
     with pytest.raises(ConfigurationError, match=r"cannot read .*none"):
         certificate_files(tmp_path / "none", one.key)
     (tmp_path / "junk").write_text("junk")
-    with pytest.raises(ConfigurationError, match="authority is no certificate"):
+    with pytest.raises(ConfigurationError, match="authority is not a certificate"):
         certificate_files(one.cert, one.key, tmp_path / "junk")
 
 
@@ -63,10 +63,10 @@ def test_p68_a_certificate_outside_its_dates_is_warned_of(tmp_path: Path) -> Non
         files = certificate_files(expired.cert, expired.key)
         shutil.copy(good.cert, expired.cert)
         shutil.copy(good.key, expired.key)
-        look(files)
+        recheck(files)
         early = authority.issue("expired", valid_from=now + DAY / 2)
         assert early == expired
-        look(files)
+        recheck(files)
     said = [entry for entry in logs if entry["log_level"] == "warning"]
     assert [entry["event"] for entry in said] == [
         "the certificate has expired",

@@ -30,7 +30,7 @@ def exporter() -> Iterator[InMemorySpanExporter]:
     stop = traces.start_traces("0", provider)
     yield found
     stop()
-    assert traces._tracer is None
+    assert traces.open_item(0) is None
 
 
 def test_off_nothing_happens() -> None:

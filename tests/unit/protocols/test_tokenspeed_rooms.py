@@ -33,7 +33,7 @@ from encoder_service.protocols.tokenspeed.sending import Ended, RankSender
 from encoder_service.protocols.tokenspeed.wire import FAILED, SUCCESS, RowsRequest
 from encoder_service.protocols.zmq_push import Receivers, Sender
 from encoder_service.rpc.observed import Call
-from encoder_service.scheduler.admission import UnreadBytes
+from encoder_service.scheduler.admission import UndeliveredBytes
 from encoder_service.store.embedding_store import PinnedRows
 from encoder_service.types import CacheTier, EncodedItem, Grid, StageTimings
 from tests.integration.tokenspeed import request
@@ -126,13 +126,13 @@ class FakeSender(RankSender):
 class Rig:
     """Rooms that hold nothing at the end. failures: of items, by reason."""
 
-    def __init__(self, max_unread_bytes: int = 1 << 20, limit_s: float = ROOM_S) -> None:
+    def __init__(self, max_undelivered_bytes: int = 1 << 20, limit_s: float = ROOM_S) -> None:
         self.sender = FakeSender()
         self.metrics = Metrics()
-        self.unread = UnreadBytes(max_unread_bytes)
+        self.undelivered = UndeliveredBytes(max_undelivered_bytes)
         receivers = Receivers("tokenspeed_receivers", ["192.0.2.0/24"])
         self.rooms = Rooms(
-            receivers, self.sender, self.unread, self.metrics, Counter(), time.monotonic, limit_s
+            receivers, self.sender, self.undelivered, self.metrics, Counter(), time.monotonic, limit_s
         )
 
     def take(self, number: int, host: str = PEER, /, **changed: object) -> None:
@@ -146,7 +146,7 @@ class Rig:
         return self.metrics.registry.get_sample_value("ve_item_failures_total", {"reason": reason}) or 0.0
 
     def is_free(self) -> bool:
-        return not len(self.rooms) and not self.unread.num_bytes
+        return not len(self.rooms) and not self.undelivered.num_bytes
 
 
 @pytest.fixture
@@ -159,7 +159,7 @@ async def test_a_room_ends_when_its_rows_are_written_or_cannot_be(
     rig: Rig, error: VisionEncoderError | None
 ) -> None:
     rig.encode(ROOM)
-    assert rig.unread.num_bytes == ROWS.nbytes
+    assert rig.undelivered.num_bytes == ROWS.nbytes
     with pytest.raises(InvalidRequest, match="already has an item"):
         rig.encode(ROOM)
     rig.rooms.refuse(ROOM, InvalidRequest("another call with this room"))
@@ -207,7 +207,7 @@ async def test_rooms_end_whose_other_half_does_not_come() -> None:
 
 
 async def test_p46_no_item_is_encoded_while_too_many_rows_wait_for_their_ranks() -> None:
-    rig = Rig(max_unread_bytes=ROWS.nbytes)
+    rig = Rig(max_undelivered_bytes=ROWS.nbytes)
     rig.encode(1)
     with pytest.raises(QueueFull, match="96 bytes of rows wait to be read, at most 96 may"):
         rig.encode(2)

@@ -114,12 +114,12 @@ def test_what_has_no_meaning_is_refused_by_name(message: pb.Item, error: type[Ex
 
 
 def test_deliveries_name_the_memory_that_the_caller_has_mapped() -> None:
-    assert convert.wanted_tier(pb.DELIVERY_UNSPECIFIED) is None
-    assert convert.wanted_tier(pb.DELIVERY_INLINE) is None
-    assert convert.wanted_tier(pb.DELIVERY_HOST) == "host"
-    assert convert.wanted_tier(pb.DELIVERY_DEVICE) == "device"
+    assert convert.requested_tier(pb.DELIVERY_UNSPECIFIED) is None
+    assert convert.requested_tier(pb.DELIVERY_INLINE) is None
+    assert convert.requested_tier(pb.DELIVERY_HOST) == "host"
+    assert convert.requested_tier(pb.DELIVERY_DEVICE) == "device"
     with pytest.raises(InvalidRequest, match="delivery 42 is unknown"):
-        convert.wanted_tier(42)
+        convert.requested_tier(42)
 
 
 @pytest.mark.parametrize("tier", ["host", "device"])

@@ -1,4 +1,4 @@
-"""Where rows are delivered: at a place in an arena, or inline."""
+"""How rows are delivered: as a place in an arena, or inline."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from encoder_service.rpc import delivery
-from encoder_service.rpc.delivery import Delivery, LossRate, Wanted
+from encoder_service.rpc.delivery import Delivery, LossRate, RowsRequest
 from encoder_service.store.arena import TierName
 from encoder_service.store.embedding_store import EmbeddingStore, Partition
 from encoder_service.types import CacheTier
@@ -20,8 +20,8 @@ pytestmark = pytest.mark.anyio
 
 # ``image`` with side 16 gives 64 rows of 16 float32.
 ITEM_BYTES = 4096
-HOST, DEVICE = Wanted("", "host", False), Wanted("", "device", False)
-AGAIN = Wanted("", "host", True)
+DEVICE = RowsRequest("", "device", False)
+AGAIN = RowsRequest("", "host", True)
 
 
 @pytest.fixture
@@ -42,10 +42,18 @@ def sample(rig: Rig, name: str, **labels: str) -> float:
     return rig.metrics.registry.get_sample_value(name, labels) or 0.0
 
 
+async def is_placed(rig: Rig, found: Delivery, namespace: str = "") -> bool:
+    """Whether a caller that has mapped the host arena gets a place."""
+    encoded = await rig.pipeline.encode(image(3, side=16), namespace=namespace)
+    delivered, place = await found.prepare(encoded, RowsRequest(namespace, "host", False))
+    delivered.release()
+    return place is not None
+
+
 @pytest.mark.parametrize("tier", ["host", "device"])
 async def test_rows_have_a_place_where_their_caller_reads(rig: Rig, found: Delivery, tier: TierName) -> None:
     delivered, place = await found.prepare(
-        await rig.pipeline.encode(image(3, side=16)), Wanted("", tier, False)
+        await rig.pipeline.encode(image(3, side=16)), RowsRequest("", tier, False)
     )
     assert place is not None
     assert place.tier == delivered.held.tier == tier
@@ -62,14 +70,13 @@ async def test_rows_have_a_place_where_their_caller_reads(rig: Rig, found: Deliv
     assert rig.store.num_unread() == 0
 
 
-async def test_inline_rows_are_in_host_memory_and_hold_their_slot(rig: Rig, found: Delivery) -> None:
+async def test_inline_rows_are_in_host_memory(rig: Rig, found: Delivery) -> None:
     delivered, place = await found.prepare(
-        await rig.pipeline.encode(image(3, side=16)), Wanted("", None, False)
+        await rig.pipeline.encode(image(3, side=16)), RowsRequest("", None, False)
     )
     assert place is None
     assert delivered.held.tier == "host"
     assert sample(rig, "ve_inline_fallbacks_total", reason="large") == 0
-    assert delivered.held._entry is not None
     delivered.release()
 
 
@@ -115,23 +122,18 @@ async def test_p21_above_one_percent_of_losses_rows_go_inline_for_a_second(
     monkeypatch.setattr(rig.pipeline, "clock", clock)
     found = Delivery(rig.pipeline, rig.metrics)
 
-    async def is_placed() -> bool:
-        delivered, place = await found.prepare(await rig.pipeline.encode(image(3, side=16)), HOST)
-        delivered.release()
-        return place is not None
-
     for _ in range(100):
-        assert await is_placed()
+        assert await is_placed(rig, found)
     found.count_reads("", 0, 1)
-    assert await is_placed()
+    assert await is_placed(rig, found)
     found.count_reads("", 0, 1)
-    assert not await is_placed()
+    assert not await is_placed(rig, found)
     assert sample(rig, "ve_inline_fallbacks_total", reason="losses") == 1
     assert sample(rig, "ve_reads_lost_total") == 2
     clock.now_s += 0.999
-    assert not await is_placed()
+    assert not await is_placed(rig, found)
     clock.now_s += 0.002
-    assert await is_placed()
+    assert await is_placed(rig, found)
 
 
 async def test_p18_losses_of_one_namespace_leave_the_others_as_they_are(
@@ -140,39 +142,31 @@ async def test_p18_losses_of_one_namespace_leave_the_others_as_they_are(
     monkeypatch.setattr(rig.pipeline, "clock", Clock())
     found = Delivery(rig.pipeline, rig.metrics)
 
-    async def is_placed(namespace: str) -> bool:
-        encoded = await rig.pipeline.encode(image(3, side=16), namespace=namespace)
-        delivered, place = await found.prepare(encoded, Wanted(namespace, "host", False))
-        delivered.release()
-        return place is not None
-
-    assert await is_placed("a")
+    assert await is_placed(rig, found, "a")
     found.count_reads("a", 0, 1)
-    assert not await is_placed("a")
-    assert await is_placed("b")
+    assert not await is_placed(rig, found, "a")
+    assert await is_placed(rig, found, "b")
     for _ in range(100):
-        assert await is_placed("b")
+        assert await is_placed(rig, found, "b")
     found.count_reads("b", 0, 1)
-    assert await is_placed("b"), "its own reads count, not those lost elsewhere"
+    assert await is_placed(rig, found, "b"), "its own reads count, not those lost elsewhere"
 
 
 async def test_p17_losses_are_kept_of_a_bounded_number_of_namespaces(
-    found: Delivery, monkeypatch: pytest.MonkeyPatch
+    rig: Rig, found: Delivery, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(delivery, "MAX_NAMESPACES", 4)
-    for number in range(20):
-        found.count_reads(str(number), 0, 1)
-    assert list(found._losses) == ["16", "17", "18", "19"]
-    found.count_reads("16", 0, 1)
-    found.count_reads("20", 0, 1)
-    assert list(found._losses) == ["18", "19", "16", "20"]
+    monkeypatch.setattr(delivery, "MAX_NAMESPACES", 2)
+    for namespace in ("a", "b", "a", "c"):
+        found.count_reads(namespace, 0, 1)
+    assert not await is_placed(rig, found, "a")
+    assert await is_placed(rig, found, "b"), "used the longest ago, and forgotten"
 
 
 def test_losses_count_against_the_places_of_this_second_and_the_last() -> None:
     clock = Clock()
     losses = LossRate(clock)
     for _ in range(200):
-        losses.count_placed()
+        losses.count_announced()
     clock.now_s += 1.0
     losses.count_reported(0, 2)
     assert not losses.is_high()

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from encoder_service.errors import QueueFull, TransportUnavailable, UnknownKey, UnsupportedContent
+from encoder_service.errors import QueueFull, UnknownKey
 from encoder_service.ingest.identity import content_digest
 from encoder_service.ingest.pixel_segments import PixelSegments, SegmentTensor
 from encoder_service.ingest.workers import MAX_COPIED_ON_LOOP_BYTES
@@ -60,9 +60,9 @@ async def test_p19_a_segments_item_is_the_one_that_comes_inline(reader: ItemRead
         assert reader.admission.num_bytes == tensor.nbytes
         return item
 
-    found = await reader.ask(shared(tmp_path, tensor), question)
+    found = await reader.use(shared(tmp_path, tensor), question)
     assert reader.admission.num_bytes == 0
-    other = await reader.ask(inline(tensor), same)
+    other = await reader.use(inline(tensor), same)
     assert isinstance(found.content, PixelValues)
     assert torch.equal(found.content.pixel_values, tensor)
     assert content_digest(found) == content_digest(other)
@@ -81,7 +81,7 @@ async def test_a_large_tensor_is_converted_off_the_event_loop(
 
     monkeypatch.setattr(torch, "frombuffer", noted)
     for num_rows in (4, MAX_COPIED_ON_LOOP_BYTES // 16 + 1):
-        await reader.ask(inline(torch.zeros(num_rows, 4)), same)
+        await reader.use(inline(torch.zeros(num_rows, 4)), same)
     assert on[0] == threading.main_thread().name
     assert on[1] != on[0]
 
@@ -89,7 +89,7 @@ async def test_a_large_tensor_is_converted_off_the_event_loop(
 async def test_p17_shared_bytes_are_bounded_as_inline_bytes_are(reader: ItemReader, tmp_path: Path) -> None:
     permit = reader.admission.acquire(MAX_BYTES - 95)
     with pytest.raises(QueueFull, match="the item needs 96"):
-        await reader.ask(shared(tmp_path, torch.zeros(4, 6)), same)
+        await reader.use(shared(tmp_path, torch.zeros(4, 6)), same)
     permit.release()
     assert reader.admission.num_bytes == 0
 
@@ -100,13 +100,13 @@ async def test_p17_bytes_count_until_the_worker_has_stopped_writing(
     reading, go_on = threading.Event(), threading.Event()
     read = PixelSegments.read
 
-    def slowly(segments: PixelSegments, wanted: SegmentTensor) -> torch.Tensor:
+    def slowly(segments: PixelSegments, segment: SegmentTensor) -> torch.Tensor:
         reading.set()
         assert go_on.wait(20)
-        return read(segments, wanted)
+        return read(segments, segment)
 
     monkeypatch.setattr(PixelSegments, "read", slowly)
-    task = asyncio.ensure_future(reader.ask(shared(tmp_path, torch.zeros(4, 6)), same))
+    task = asyncio.ensure_future(reader.use(shared(tmp_path, torch.zeros(4, 6)), same))
     await asyncio.to_thread(reading.wait, 20)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -114,12 +114,6 @@ async def test_p17_bytes_count_until_the_worker_has_stopped_writing(
     assert reader.admission.num_bytes == 96
     go_on.set()
     await until(lambda: not reader.admission.num_bytes)
-
-
-async def test_segments_are_refused_where_none_are_accepted(reader: ItemReader, tmp_path: Path) -> None:
-    without = ItemReader(reader.admission, reader.workers)
-    with pytest.raises(TransportUnavailable, match="send them inline"):
-        await without.ask(shared(tmp_path, torch.zeros(4, 6)), same)
 
 
 class Urls:
@@ -144,7 +138,7 @@ def with_urls(reader: ItemReader) -> tuple[ItemReader, Urls]:
 
 
 async def test_a_url_is_fetched_only_where_its_rows_are_not_held(reader: ItemReader) -> None:
-    found, urls = with_urls(reader)
+    with_fetcher, urls = with_urls(reader)
     asked: list[Item] = []
 
     async def question(item: Item) -> str:
@@ -158,26 +152,21 @@ async def test_a_url_is_fetched_only_where_its_rows_are_not_held(reader: ItemRea
         return "encoded"
 
     message = pb.Item(modality=pb.MODALITY_IMAGE, url="http://x/a", content_digest=bytes(32))
-    assert await found.ask(message, question) == "encoded"
-    assert await found.ask(message, question) == "held"
+    assert await with_fetcher.use(message, question) == "encoded"
+    assert await with_fetcher.use(message, question) == "held"
     assert urls.fetched == ["http://x/a"]
     assert reader.admission.num_bytes == 0
 
 
-async def test_a_clips_url_is_fetched_as_a_clip(reader: ItemReader) -> None:
-    found, urls = with_urls(reader)
-    item = await found.ask(pb.Item(modality=pb.MODALITY_VIDEO, url="http://x/a"), same)
-    assert (item.modality, item.content) == (Modality.VIDEO, EncodedFile(b"file"))
-    assert urls.modalities == [Modality.VIDEO]
-
-
-async def test_p51_a_url_is_fetched_by_the_callers_share(reader: ItemReader) -> None:
-    found, urls = with_urls(reader)
-    for more in ((), (("peer", "namespace"),)):
-        await found.ask(pb.Item(modality=pb.MODALITY_IMAGE, url="http://x/a"), same, *more)
+@pytest.mark.parametrize(
+    ("modality", "number"), [(Modality.IMAGE, pb.MODALITY_IMAGE), (Modality.VIDEO, pb.MODALITY_VIDEO)]
+)
+async def test_p51_a_url_is_fetched_by_its_modality_and_by_the_callers_share(
+    reader: ItemReader, modality: Modality, number: pb.Modality.ValueType
+) -> None:
+    with_fetcher, urls = with_urls(reader)
+    for holder in ((), (("peer", "namespace"),)):
+        item = await with_fetcher.use(pb.Item(modality=number, url="http://x/a"), same, *holder)
+        assert (item.modality, item.content) == (modality, EncodedFile(b"file"))
+    assert urls.modalities == [modality] * 2
     assert urls.holders == [("",), ("peer", "namespace")]
-
-
-async def test_urls_are_refused_where_none_are_accepted(reader: ItemReader) -> None:
-    with pytest.raises(UnsupportedContent, match="takes no URLs"):
-        await reader.ask(pb.Item(modality=pb.MODALITY_IMAGE, url="http://x/a"), same)

@@ -12,17 +12,18 @@ import torch
 
 from encoder_service.errors import DeadlineExceeded, UndecodableImage
 from encoder_service.pipeline import EncodeResult
-from encoder_service.rpc import convert, item_stream
-from encoder_service.rpc.delivery import Delivery, Wanted
+from encoder_service.rpc import convert, item_stream, response
+from encoder_service.rpc.delivery import Delivery, RowsRequest
 from encoder_service.rpc.item_stream import ItemStream
 from encoder_service.rpc.observed import Call, observed
 from encoder_service.store.arena import PROBE_BYTES
 from encoder_service.store.embedding_store import EmbeddingStore
 from encoder_service.types import EncodedFile, EncodedItem, Grid, Item, Modality
 from tests.unit.service.rig import Rig, image, memory_store, running, until
+from tests.unit.store.integrity import num_holds
 from vision_encoder.v1 import encoder_pb2 as pb
 
-INLINE = Wanted("", None, False)
+INLINE = RowsRequest("", None, False)
 
 pytestmark = pytest.mark.anyio
 
@@ -57,15 +58,15 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 async def rig() -> AsyncIterator[Rig]:
     async with running(Rig()) as rig:
         yield rig
-    assert rig.pipeline.unread.num_bytes == 0
-    assert all(holders == 1 for _, arena in rig.store.arenas() for holders in arena._holders.values())
+    assert rig.pipeline.undelivered.num_bytes == 0
+    assert num_holds(rig.store) == 0
 
 
 def stream_of(rig: Rig, context: SlowContext) -> ItemStream:
     found: Any = context
     delivery = Delivery(rig.pipeline, rig.metrics)
     call = Call("Encode", "id")
-    return ItemStream(rig.pipeline, delivery, found, call, wanted=INLINE)
+    return ItemStream(rig.pipeline, delivery, found, call, requested=INLINE)
 
 
 async def test_chunks_of_an_item_follow_its_result_in_order(rig: Rig) -> None:
@@ -160,7 +161,7 @@ async def test_p15_a_caller_that_leaves_at_any_moment_leaves_nothing_behind(rig:
     num_events = len(context.events)
     await until(lambda: asyncio.all_tasks() <= before)
     assert len(context.events) == num_events
-    assert rig.pipeline.unread.num_bytes == 0
+    assert rig.pipeline.undelivered.num_bytes == 0
 
 
 class ClosedContext(SlowContext):
@@ -214,7 +215,7 @@ async def test_p17_a_caller_that_reads_slowly_starts_no_more_than_it_reads(
     for _ in range(50):
         await asyncio.sleep(0)
     assert len(started) == 1
-    assert rig.pipeline.unread.num_bytes == 4 * 16 * 4
+    assert rig.pipeline.undelivered.num_bytes == 4 * 16 * 4
     context.gate.set()
     await call
     assert len(started) == 8
@@ -222,7 +223,7 @@ async def test_p17_a_caller_that_reads_slowly_starts_no_more_than_it_reads(
 
 async def test_p17_a_caller_that_reads_nothing_is_left(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it holds is free again (the rig checks it)."""
-    monkeypatch.setattr(item_stream, "UNREAD_S", 0.05)
+    monkeypatch.setattr(response, "UNREAD_S", 0.05)
     context = SlowContext()
     context.gate.clear()
     with pytest.raises(DeadlineExceeded, match=r"has read nothing for 0\.05 s"):

@@ -71,7 +71,7 @@ def test_p67_groups_and_unknown_kinds_are_refused_everywhere(kind: int, depth: i
     data = encode_varint(99 << 3 | kind)
     for number in (2, 6, 1)[3 - depth :]:
         data = field(number, data)
-    with pytest.raises(InvalidRequest, match="are no vision_encoder"):
+    with pytest.raises(InvalidRequest, match="are not a valid vision_encoder"):
         num_parts(data, pb.EncodeRequest)
 
 
@@ -87,7 +87,7 @@ def test_p67_groups_and_unknown_kinds_are_refused_everywhere(kind: int, depth: i
     ],
 )
 def test_what_is_cut_is_refused(data: bytes) -> None:
-    with pytest.raises(InvalidRequest, match=f"{len(data)} bytes are no"):
+    with pytest.raises(InvalidRequest, match=f"{len(data)} bytes are not a valid"):
         num_parts(data, pb.EncodeRequest)
 
 

@@ -12,6 +12,7 @@ from google.rpc.status_pb2 import Status
 
 from encoder_service import errors
 from encoder_service.rpc.status import (
+    STATUS_BY_ERROR,
     STATUS_METADATA_KEY,
     as_service_error,
     failure_of,
@@ -27,26 +28,18 @@ def all_classes(root: type[errors.VisionEncoderError]) -> list[type[errors.Visio
 
 CLASSES = all_classes(errors.VisionEncoderError)
 
-EXPECTED = {
-    errors.InvalidInput: grpc.StatusCode.INVALID_ARGUMENT,
-    errors.Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
-    errors.PermissionDenied: grpc.StatusCode.PERMISSION_DENIED,
-    errors.NotFound: grpc.StatusCode.NOT_FOUND,
-    errors.Overloaded: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    errors.Unavailable: grpc.StatusCode.UNAVAILABLE,
-    errors.TransportUnavailable: grpc.StatusCode.FAILED_PRECONDITION,
-    errors.DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
-    errors.Cancelled: grpc.StatusCode.CANCELLED,
-    errors.DeviceFault: grpc.StatusCode.INTERNAL,
-    errors.InternalError: grpc.StatusCode.INTERNAL,
-    errors.StartupError: grpc.StatusCode.INTERNAL,
-}
+
+def test_every_branch_of_the_tree_has_a_status() -> None:
+    assert set(STATUS_BY_ERROR) == set(errors.VisionEncoderError.__subclasses__())
 
 
 @pytest.mark.parametrize("cls", CLASSES[1:], ids=lambda cls: cls.__name__)
-def test_every_class_maps_like_its_branch_of_the_tree(cls: type[errors.VisionEncoderError]) -> None:
-    branch = next(base for base in cls.__mro__ if base in EXPECTED)
-    assert status_of(cls("text")) is EXPECTED[branch]
+def test_clients_that_know_only_statuses_retry_what_is_retryable(
+    cls: type[errors.VisionEncoderError],
+) -> None:
+    """Except after a device fault: only a client that knows its reason sends the item elsewhere."""
+    retried = (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE)
+    assert (status_of(cls("text")) in retried) == (cls.retryable and cls is not errors.DeviceFault)
 
 
 def test_the_drawing_shows_every_class_under_its_parent() -> None:

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from encoder_service.errors import InvalidRequest
-from encoder_service.rpc import delivery
-from encoder_service.rpc.delivery import Wanted
+from encoder_service.rpc import delivery, observed
 from encoder_service.rpc.item_reader import ItemReader
 from encoder_service.rpc.servicer import VisionEncoderServicer
 from encoder_service.scheduler.admission import Admission
@@ -20,6 +19,25 @@ from vision_encoder.v1 import encoder_pb2 as pb
 
 pytestmark = pytest.mark.anyio
 CONTEXT: Any = None
+
+
+class Context:
+    """Keeps the events of an Encode or Fetch."""
+
+    def __init__(self) -> None:
+        self.events: list[Any] = []
+
+    def invocation_metadata(self) -> tuple[()]:
+        return ()
+
+    def set_trailing_metadata(self, _: object) -> None:
+        pass
+
+    def time_remaining(self) -> None:
+        return None
+
+    async def write(self, event: object) -> None:
+        self.events.append(event)
 
 
 @pytest.fixture
@@ -42,13 +60,17 @@ def servicer(rig: Rig) -> VisionEncoderServicer:
 
 
 async def announced(rig: Rig, servicer: VisionEncoderServicer, namespace: str) -> pb.TouchedRows | None:
-    """The rows that a caller on the encoder's host is referred to; None if they come inline."""
+    """The rows that Fetch announces to a caller on the encoder's host; None if they come inline."""
     encoded = await rig.pipeline.encode(image(3, side=16), namespace=namespace)
-    delivered, place = await servicer._delivery.prepare(encoded, Wanted(namespace, "host", False))
-    delivered.release()
-    if place is None:
+    encoded.release()
+    key, context = encoded.encoded.key, Context()
+    request = pb.FetchRequest(keys=[key], namespace=namespace, delivery=pb.DELIVERY_HOST)
+    fetch: Any = observed.observed("Fetch", servicer.fetch, rig.metrics, "instance")
+    await fetch(request, context)
+    result = context.events[0].result
+    if result.WhichOneof("rows") == "inline":
         return None
-    return pb.TouchedRows(key=delivered.encoded.key, generation=place.generation)
+    return pb.TouchedRows(key=key, generation=result.place.generation)
 
 
 @pytest.mark.parametrize("namespace", ["", "a", "tenant"])

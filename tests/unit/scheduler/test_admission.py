@@ -13,7 +13,7 @@ from encoder_service.scheduler.admission import (
     RETRY_AFTER_MS,
     Admission,
     Pace,
-    UnreadBytes,
+    UndeliveredBytes,
 )
 
 
@@ -139,28 +139,28 @@ def test_p69_prefetches_leave_half_of_the_patches_to_calls_that_wait() -> None:
 
 
 def test_p69_unread_rows_of_one_caller_leave_room_for_another() -> None:
-    unread, rows = UnreadBytes(1000), [object() for _ in range(40)]
+    undelivered, rows = UndeliveredBytes(1000), [object() for _ in range(40)]
     for row in rows:  # encodes that were admitted before continue
-        unread.add(row, 100, FLOOD)
+        undelivered.add(row, 100, FLOOD)
     with pytest.raises(QueueFull, match="4000 bytes of rows wait to be read, at most 1000 may"):
-        unread.check_room(FLOOD)
-    unread.check_room(PROBE)
+        undelivered.check_room(FLOOD)
+    undelivered.check_room(PROBE)
     for row in rows[3:]:
-        unread.remove(row, 100)
-    unread.check_room(FLOOD)
+        undelivered.remove(row, 100)
+    undelivered.check_room(FLOOD)
     for row in rows[:3]:
-        unread.remove(row, 100)
-    assert (unread.num_bytes, unread.fill()) == (0, 0.0)
+        undelivered.remove(row, 100)
+    assert (undelivered.num_bytes, undelivered.fill()) == (0, 0.0)
 
 
 def test_rows_of_several_callers_count_once() -> None:
-    unread, row = UnreadBytes(1000), object()
-    unread.add(row, 100, FLOOD)
-    unread.add(row, 100, PROBE)
-    unread.remove(row, 100)
-    assert unread.num_bytes == 100
-    unread.remove(row, 100)
-    assert unread.num_bytes == 0
+    undelivered, row = UndeliveredBytes(1000), object()
+    undelivered.add(row, 100, FLOOD)
+    undelivered.add(row, 100, PROBE)
+    undelivered.remove(row, 100)
+    assert undelivered.num_bytes == 100
+    undelivered.remove(row, 100)
+    assert undelivered.num_bytes == 0
 
 
 def test_p64_the_fill_is_1_where_a_caller_is_refused() -> None:

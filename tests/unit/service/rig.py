@@ -18,7 +18,7 @@ from encoder_service.scheduler.planner import Planner
 from encoder_service.store.embedding_store import EmbeddingStore, Partition, host_arena
 from encoder_service.types import EncodedFile, Item, Modality
 from tests.fakes import FakePreprocessor, FakeTower, fake_image
-from tests.unit.store.integrity import check_store
+from tests.unit.store.integrity import check_store, num_holds
 
 
 def memory_store(num_bytes: int = 1 << 20) -> EmbeddingStore:
@@ -43,10 +43,11 @@ class Rig:
         self.preprocessor = preprocessor or self.fake
         self.metrics = Metrics()
         self.store = store or memory_store()
+        self.planner = Planner(256, 64)
         self.engine = DeviceEngine(
             self.tower,
             self.preprocessor,
-            Planner(256, 64),
+            self.planner,
             self.metrics,
             clock=time.monotonic,
             on_fault=lambda fault: None,
@@ -85,6 +86,16 @@ async def running(rig: Rig) -> AsyncIterator[Rig]:
     assert rig.pipeline.admission.num_bytes == 0
     assert rig.pipeline.admission.num_squares == 0
     assert len(rig.pipeline.inflight) == 0
+
+
+def check_released(store: EmbeddingStore) -> None:
+    """No caller and no reservation holds a slot."""
+    assert num_holds(store) == 0
+    assert num_slots(store) == store.num_items("device") + store.num_items("host")
+
+
+def num_slots(store: EmbeddingStore) -> int:
+    return sum(len(arena) for _, arena in store.arenas())
 
 
 def image(value: int = 7, side: int = 4, **fields: object) -> Item:

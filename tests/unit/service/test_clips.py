@@ -7,7 +7,7 @@ import gc
 import random
 import threading
 import weakref
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
@@ -26,6 +26,7 @@ from encoder_service.types import (
     ClipFacts,
     EncodedFile,
     FrameArray,
+    FrameItem,
     Grid,
     Item,
     Modality,
@@ -33,7 +34,7 @@ from encoder_service.types import (
 )
 from tests.fakes import FakePreprocessor
 from tests.unit.ingest import clip_files
-from tests.unit.service.rig import Rig, image, memory_store, running, until
+from tests.unit.service.rig import Rig, check_released, image, memory_store, num_slots, running, until
 from tests.unit.store.arenas import device_arena, host_arena
 
 pytestmark = pytest.mark.anyio
@@ -62,14 +63,8 @@ async def rig(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     rig.pipeline.admission.max_bytes = 1 << 20
     async with running(rig) as found:
         yield found
-    for _, arena in rig.store.arenas():
-        assert all(holders == 1 for holders in arena._holders.values())
-    assert num_slots(rig) == rig.store.num_items("device") + rig.store.num_items("host")
+    check_released(rig.store)
     rig.store.close()
-
-
-def num_slots(rig: Rig) -> int:
-    return sum(len(arena) for _, arena in rig.store.arenas())
 
 
 def has_room(rig: Rig) -> bool:
@@ -139,7 +134,7 @@ async def test_a_failure_after_the_first_rows_leaves_nothing(rig: Rig) -> None:
     turnstile.open(20)
     with pytest.raises(InternalError, match="no more"):
         await encoding
-    await until(lambda: num_slots(rig) == 0)
+    await until(lambda: num_slots(rig.store) == 0)
 
 
 async def test_p20_a_caller_that_leaves_ends_the_clip_and_the_slot_is_the_engines_until_then(
@@ -156,9 +151,9 @@ async def test_p20_a_caller_that_leaves_ends_the_clip_and_the_slot_is_the_engine
         await encoding
     await until(lambda: len(rig.pipeline.inflight) == 0 and closed)
     await until(lambda: rig.pipeline.admission.num_patches == 0)
-    assert num_slots(rig) == has_room(rig)
+    assert num_slots(rig.store) == has_room(rig)
     turnstile.open(20)
-    await until(lambda: num_slots(rig) == 0)
+    await until(lambda: num_slots(rig.store) == 0)
     assert turnstile.num_entered <= 2, "pieces that had not begun are dropped"
 
 
@@ -185,8 +180,8 @@ async def test_p28_pieces_and_images_share_a_batch(rig: Rig) -> None:
     item, _ = clip(PIECE_FRAMES * 2)
     blockers = [asyncio.ensure_future(rig.pipeline.encode(image(1)))]
     await until(lambda: turnstile.num_entered)
-    others = [asyncio.ensure_future(rig.pipeline.encode(each)) for each in (item, image(3), image(4))]
-    await until(lambda: len(rig.engine._waiting) >= 4)
+    others = [asyncio.ensure_future(rig.pipeline.encode(other)) for other in (item, image(3), image(4))]
+    await until(lambda: len(rig.planner) >= 4)
     turnstile.open(20)
     for delivered in await asyncio.gather(*blockers, *others):
         delivered.release()
@@ -196,18 +191,22 @@ async def test_p28_pieces_and_images_share_a_batch(rig: Rig) -> None:
 async def test_p17_few_pieces_are_decoded_ahead_of_the_device(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read: list[object] = []
-    monkeypatch.setattr(
-        Clip,
-        "_read_piece",
-        lambda self, most, inner=Clip._read_piece: (read.append(most), inner(self, most))[1],
-    )
+    num_read = 0
+    inner = Clip.pieces
+
+    def counted(clip: Clip, max_patches: int) -> Iterator[FrameItem]:
+        nonlocal num_read
+        for piece in inner(clip, max_patches):
+            num_read += 1
+            yield piece
+
+    monkeypatch.setattr(Clip, "pieces", counted)
     rig.tower.gate.clear()
     item, colours = clip(PIECE_FRAMES * 12)
     encoding = asyncio.ensure_future(rig.pipeline.encode(item))
-    await until(lambda: len(read) == MAX_PIECES_AHEAD + 1)
+    await until(lambda: num_read == MAX_PIECES_AHEAD + 1)
     await asyncio.sleep(0.01)
-    assert len(read) == MAX_PIECES_AHEAD + 1
+    assert num_read == MAX_PIECES_AHEAD + 1
     rig.tower.gate.set()
     delivered = await encoding
     assert torch.equal(delivered.encoded.rows, rows_of(colours))

@@ -13,8 +13,9 @@ from encoder_service.pipeline import EncodeResult
 from encoder_service.store.copies import Copier
 from encoder_service.store.embedding_store import EmbeddingStore, Partition, Reservation
 from encoder_service.types import CacheTier
-from tests.unit.service.rig import Rig, image, running, until
+from tests.unit.service.rig import Rig, check_released, image, num_slots, running, until
 from tests.unit.store.arenas import device_arena, host_arena
+from tests.unit.store.integrity import num_holds
 
 pytestmark = pytest.mark.anyio
 
@@ -37,16 +38,9 @@ async def rig() -> AsyncIterator[Rig]:
     rigs.append(Rig(tiered(rigs)))
     async with running(rigs[0]) as rig:
         yield rig
-    while pending := [*rig.store._spills.values(), *rig.store._moves.values()]:
-        await asyncio.wait(pending)
-    for _, arena in rig.store.arenas():
-        assert all(holders == 1 for holders in arena._holders.values())
-    assert num_slots(rig) == rig.store.num_items("device") + rig.store.num_items("host")
+    await until(lambda: not num_holds(rig.store))  # copies between the tiers have ended
+    check_released(rig.store)
     rig.store.close()
-
-
-def num_slots(rig: Rig) -> int:
-    return sum(len(arena) for _, arena in rig.store.arenas())
 
 
 async def encode(rig: Rig, value: int) -> EncodeResult:
@@ -95,19 +89,19 @@ async def test_p20_the_slot_is_the_engines_until_the_item_ended(rig: Rig, waits_
     blocking = []
     if waits_in == "queue":  # behind a batch that is full
         blocking = [asyncio.ensure_future(encode(rig, 7))]
-        await until(lambda: rig.engine._planned)
+        await until(lambda: rig.tower.num_entered)
     caller = asyncio.ensure_future(encode(rig, 1))
-    await until(lambda: num_slots(rig) == len(blocking) + 1)
-    await until(lambda: rig.engine._planned and len(rig.engine._waiting) == len(blocking))
+    await until(lambda: num_slots(rig.store) == len(blocking) + 1)
+    await until(lambda: rig.tower.num_entered and len(rig.planner) == len(blocking))
     caller.cancel()
     with pytest.raises(asyncio.CancelledError):
         await caller
     await until(lambda: len(rig.pipeline.inflight) == len(blocking))
-    assert num_slots(rig) == 1
+    assert num_slots(rig.store) == 1
     rig.tower.gate.set()
-    for each in await asyncio.gather(*blocking):
-        each.release()
-    await until(lambda: num_slots(rig) == len(blocking))
+    for delivered in await asyncio.gather(*blocking):
+        delivered.release()
+    await until(lambda: num_slots(rig.store) == len(blocking))
 
 
 async def test_a_deadline_while_the_device_works_leaves_no_slot_behind(rig: Rig) -> None:
@@ -115,7 +109,7 @@ async def test_a_deadline_while_the_device_works_leaves_no_slot_behind(rig: Rig)
     with pytest.raises((DeadlineExceeded, Cancelled)):
         await rig.pipeline.encode(image(1, side=16), deadline_s=rig.pipeline.clock() + 0.05)
     rig.tower.gate.set()
-    await until(lambda: num_slots(rig) == 0)
+    await until(lambda: num_slots(rig.store) == 0)
 
 
 async def test_a_failed_item_gives_its_slot_back(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,7 +119,7 @@ async def test_a_failed_item_gives_its_slot_back(rig: Rig, monkeypatch: pytest.M
     monkeypatch.setattr(type(rig.tower), "forward", fail)
     with pytest.raises(InternalError, match="poisoned"):
         await encode(rig, 1)
-    assert num_slots(rig) == 0
+    assert num_slots(rig.store) == 0
     monkeypatch.undo()
     (await encode(rig, 1)).release()
 
@@ -156,16 +150,13 @@ async def test_p21_a_slot_that_a_failed_device_may_still_write_is_never_used_aga
     rigs.append(rig := Rig(tiered(rigs)))
     rig.tower.gate.clear()
     caller = asyncio.ensure_future(encode(rig, 1))
-    await until(lambda: rig.engine._planned)
-    (device,) = (arena for _, arena in rig.store.arenas() if arena.kind == "device")
-    (slot,) = device._holders
+    await until(lambda: rig.tower.num_entered)
     rig.engine.report(torch.AcceleratorError("CUDA error: unspecified launch failure"))
     with pytest.raises(DeviceFault):
         await caller
-    assert device.num_holders(slot) == 1
-    assert device.generation(slot) % 2 == 0
     rig.tower.gate.set()
     assert rig.engine.stop(10)
+    assert (num_slots(rig.store), rig.store.num_items("device")) == (1, 0), "the reservation does not end"
     rig.workers.shutdown()
     rig.store.close()
 

@@ -25,7 +25,7 @@ from encoder_service.errors import (
 from encoder_service.inflight import InFlightEncode
 from encoder_service.ingest.preprocessor import OpenItem
 from encoder_service.pipeline import holder_of
-from encoder_service.scheduler.admission import UnreadBytes
+from encoder_service.scheduler.admission import UndeliveredBytes
 from encoder_service.types import (
     CacheTier,
     DigestOnly,
@@ -80,16 +80,16 @@ async def test_p15_concurrent_callers_share_one_encode(rig: Rig) -> None:
 
 async def test_p17_no_new_encode_while_callers_leave_too_much_unread(rig: Rig) -> None:
     held = (await rig.pipeline.encode(image(1))).encoded
-    unread = rig.pipeline.unread = UnreadBytes(held.spec.num_bytes)
+    undelivered = rig.pipeline.undelivered = UndeliveredBytes(held.spec.num_bytes)
     for _ in range(2):
-        unread.add(held, held.spec.num_bytes, holder_of(""))
-    assert unread.num_bytes == held.spec.num_bytes
+        undelivered.add(held, held.spec.num_bytes, holder_of(""))
+    assert undelivered.num_bytes == held.spec.num_bytes
     with pytest.raises(QueueFull, match=f"{held.spec.num_bytes} bytes of rows wait to be read"):
         await rig.pipeline.encode(image(2))
     assert (await rig.pipeline.encode(image(1))).tier is CacheTier.HOST
-    unread.remove(held, held.spec.num_bytes)
-    assert unread.num_bytes == held.spec.num_bytes
-    unread.remove(held, held.spec.num_bytes)
+    undelivered.remove(held, held.spec.num_bytes)
+    assert undelivered.num_bytes == held.spec.num_bytes
+    undelivered.remove(held, held.spec.num_bytes)
     assert (await rig.pipeline.encode(image(2))).tier is CacheTier.MISS
 
 
@@ -108,13 +108,13 @@ async def test_p15_the_encode_goes_on_when_the_first_caller_leaves(rig: Rig) -> 
 async def test_p17_cancelled_items_never_pile_up_behind_a_long_batch(rig: Rig) -> None:
     rig.tower.gate.clear()
     blocker = asyncio.ensure_future(rig.pipeline.encode(image(1)))
-    await until(lambda: len(rig.engine._in_flight) or rig.engine._planned)
+    await until(lambda: rig.tower.num_entered)
     for value in range(2, 5):
         caller = asyncio.ensure_future(rig.pipeline.encode(image(value)))
-        await until(lambda: len(rig.engine._waiting) == 1)
+        await until(lambda: len(rig.planner) == 1)
         caller.cancel()
         await until(lambda: rig.pipeline.admission.num_patches == 16)
-        assert len(rig.engine._waiting) == 0
+        assert len(rig.planner) == 0
     rig.tower.gate.set()
     await blocker
 
@@ -138,7 +138,9 @@ async def test_pixels_that_disagree_with_the_header_fail_the_item(rig: Rig) -> N
     frames = FrameItem(torch.zeros(1, 40, 40, 3, dtype=torch.uint8), Grid(1, 40, 40))
     opened = OpenItem(Grid(1, 4, 4), 1, lambda: LoadedPixels(frames, 0.0, 0.0))
     rig.preprocessor.open = lambda item: opened  # type: ignore[method-assign]
-    with pytest.raises(UndecodableImage, match=r"promises grid \(1, 4, 4\), its pixels give \(1, 40, 40\)"):
+    with pytest.raises(
+        UndecodableImage, match=r"header gives grid \(1, 4, 4\), its pixels give \(1, 40, 40\)"
+    ):
         await rig.pipeline.encode(image())
 
 
@@ -252,10 +254,10 @@ async def test_a_caller_does_not_join_what_was_dropped_for_an_earlier_deadline(
     monkeypatch.setattr(rig.engine, "_clock", lambda: time.monotonic() + ahead_s)
     rig.tower.gate.clear()
     blocker = asyncio.ensure_future(rig.pipeline.encode(image(1)))
-    await until(lambda: len(rig.engine._in_flight) or rig.engine._planned)
+    await until(lambda: rig.tower.num_entered)
     soon_s = time.monotonic() + 60
     soon = asyncio.ensure_future(rig.pipeline.encode(image(2), deadline_s=soon_s))
-    await until(lambda: len(rig.engine._waiting) == 1)
+    await until(lambda: len(rig.planner) == 1)
     ahead_s = 100.0
     rig.tower.gate.set()
     wait_until(lambda: rig.engine.counters.dropped_items, "the drop")

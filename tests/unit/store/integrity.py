@@ -112,3 +112,8 @@ def check_store(store: EmbeddingStore) -> None:
             for entry in tier._entries.values():
                 assert store._partition(entry.name[0]) is partition, f"{entry.name[0]!r} in {namespace!r}"
     assert all(num_bytes >= 0 for num_bytes in store._reserved_bytes.values())
+
+
+def num_holds(store: EmbeddingStore) -> int:
+    """The holds of callers. The hold that every item and reservation has of its own slot does not count."""
+    return sum(sum(arena._holders.values()) - len(arena) for _, arena in store.arenas())
