@@ -15,7 +15,7 @@ from typing import NamedTuple
 from encoder_service.ops.metrics import Metrics
 from encoder_service.pipeline import EncodeResult, Pipeline
 from encoder_service.store.arena import TierName
-from encoder_service.store.embedding_store import Place
+from encoder_service.store.embedding_store import Location
 from encoder_service.types import CacheTier
 
 # If more lost reads than this share of all reads are reported, rows go inline for a second.
@@ -85,7 +85,7 @@ class Delivery:
         self._store = pipeline.store
         self._metrics = metrics
 
-    async def prepare(self, delivered: EncodeResult, wanted: Wanted) -> tuple[EncodeResult, Place | None]:
+    async def prepare(self, delivered: EncodeResult, wanted: Wanted) -> tuple[EncodeResult, Location | None]:
         """The rows with the place where the caller reads them, or with None: then they are in host memory and
         sent in chunks. Takes over ``delivered``, even when it raises. Raises as ``Pipeline.ensure_tier``."""
         metrics = self._metrics
@@ -116,7 +116,7 @@ class Delivery:
 
     def _inline_reason(self, delivered: EncodeResult, tier: TierName, namespace: str) -> str:
         """Why the rows go inline although the caller could read them in place; empty if they do not."""
-        max_bytes = self._store.max_place_bytes(tier, namespace)
+        max_bytes = self._store.max_announced_bytes(tier, namespace)
         if not max_bytes:  # this namespace has no such arena
             return "no_room"
         if delivered.encoded.spec.num_bytes > max_bytes:

@@ -21,7 +21,7 @@ from encoder_service.rpc import convert
 from encoder_service.rpc.delivery import Delivery, Wanted
 from encoder_service.rpc.observed import Call
 from encoder_service.scheduler.admission import UnreadBytes
-from encoder_service.store.embedding_store import Place
+from encoder_service.store.embedding_store import Location
 from vision_encoder.v1 import encoder_pb2 as pb
 
 Request = TypeVar("Request")
@@ -126,7 +126,7 @@ class ItemStream:
         finally:
             self._budget.remove(delivered)
 
-    async def _write(self, index: int, delivered: EncodeResult, place: Place | None) -> None:
+    async def _write(self, index: int, delivered: EncodeResult, place: Location | None) -> None:
         delivery_ms = (self._pipeline.clock() - delivered.ready_s) * 1e3
         await self._send(convert.result_event(index, delivered, place, delivery_ms))
         if place is None:
