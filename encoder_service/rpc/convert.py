@@ -23,7 +23,7 @@ from encoder_service.ingest.identity import check_digest
 from encoder_service.ingest.pixel_segments import SegmentTensor, check_rank
 from encoder_service.pipeline import EncodeResult
 from encoder_service.store.arena import TierName
-from encoder_service.store.embedding_store import Place
+from encoder_service.store.embedding_store import Location
 from encoder_service.types import (
     CacheTier,
     Content,
@@ -211,7 +211,7 @@ def tensor_of(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.
 def result_event(
     index: int,
     delivered: EncodeResult,
-    place: Place | None = None,
+    place: Location | None = None,
     delivery_ms: float = 0.0,
 ) -> pb.ItemEvent:
     """The description of an item's rows, without the rows. They are at ``place``. If it is None, they follow

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from encoder_service.ops.metrics import Metrics
 from encoder_service.pipeline import EncodeResult, Pipeline
 from encoder_service.store.arena import TierName
-from encoder_service.store.embedding_store import Place
+from encoder_service.store.embedding_store import Location
 from encoder_service.types import CacheTier
 
 # If a namespace loses more than this share of its reads, its rows go inline for WINDOW_S.
@@ -88,7 +88,7 @@ class Delivery:
 
     async def prepare(
         self, delivered: EncodeResult, requested: RowsRequest
-    ) -> tuple[EncodeResult, Place | None]:
+    ) -> tuple[EncodeResult, Location | None]:
         """The rows and the place where the caller reads them. With None as the place, the rows are in host
         memory and go inline. Takes over ``delivered``, even when it raises. Raises as
         ``Pipeline.ensure_tier``."""
@@ -121,7 +121,7 @@ class Delivery:
     def _inline_reason(self, delivered: EncodeResult, tier: TierName, namespace: str) -> str:
         """The reason to send the rows inline although the caller has mapped ``tier``; empty if there is
         none."""
-        max_bytes = self._store.max_place_bytes(tier, namespace)
+        max_bytes = self._store.max_announced_bytes(tier, namespace)
         if not max_bytes:  # the namespace has no arena of this tier
             return "no_room"
         if delivered.encoded.spec.num_bytes > max_bytes:

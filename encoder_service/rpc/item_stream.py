@@ -20,7 +20,7 @@ from encoder_service.rpc.delivery import Delivery, RowsRequest
 from encoder_service.rpc.observed import Call
 from encoder_service.rpc.response import write
 from encoder_service.scheduler.admission import UndeliveredBytes
-from encoder_service.store.embedding_store import Place
+from encoder_service.store.embedding_store import Location
 from vision_encoder.v1 import encoder_pb2 as pb
 
 Request = TypeVar("Request")
@@ -124,7 +124,7 @@ class ItemStream:
         finally:
             self._undelivered.remove(delivered)
 
-    async def _write(self, index: int, delivered: EncodeResult, place: Place | None) -> None:
+    async def _write(self, index: int, delivered: EncodeResult, place: Location | None) -> None:
         delivery_ms = (self._pipeline.clock() - delivered.ready_s) * 1e3
         await write(self._context, convert.result_event(index, delivered, place, delivery_ms))
         if place is None:

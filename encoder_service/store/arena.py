@@ -194,6 +194,10 @@ class Arena:
         self._check(slot)
         return self.page.generation(slot.index)
 
+    def slots(self) -> list[Slot]:
+        """The slots in use."""
+        return list(self._holders)
+
     def num_holders(self, slot: Slot) -> int:
         """Number of holders; 0 for a slot that was freed."""
         return self._holders.get(slot, 0)

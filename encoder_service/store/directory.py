@@ -101,10 +101,10 @@ class Directory:
 
     def _cell_of(self, record: Record) -> int:
         hashed = name_hash(record.key, record.tag)
-        wanted = pack_cell(hashed, record.slot_index)
+        content = pack_cell(hashed, record.slot_index)
         for step in range(MAX_PROBES):
             cell = (hashed + step) & self._mask
-            if self._words[FIRST_CELL_WORD + cell] == wanted:
+            if self._words[FIRST_CELL_WORD + cell] == content:
                 return cell
         raise InternalError(f"slot {record.slot_index} is listed and has no cell", slot=record.slot_index)
 

@@ -36,15 +36,15 @@ log = structlog.get_logger(__name__)
 
 # Share of an arena that all reservations together may take. It keeps a long queue from evicting rows in use.
 RESERVED_SHARE = 1 / 2
-# READY_SHARE: share of a device arena that is kept free or also present on the host, and can therefore be
-# evicted without loss. LOOK_SHARE: share that is written before this is checked again.
+# READY_SHARE: share of the device arena that can be overwritten at once: free, or also on the host.
+# RECHECK_SHARE: share that is written before this is checked again.
 READY_SHARE = 1 / 4
-LOOK_SHARE = 1 / 32
+RECHECK_SHARE = 1 / 32
 # Share of a host arena that copies made ahead of an eviction may take. With a larger share, in a small arena,
 # each copy would evict an earlier one.
 SPILLED_SHARE = 1 / 2
-# Largest item that is delivered by its place, as a share of the arena. Larger ones are sent inline.
-PLACE_SHARE = 1 / 4
+# Largest item that is delivered by its location, as a share of the arena. Larger ones are sent inline.
+ANNOUNCED_SHARE = 1 / 4
 RETRY_AFTER_MS = 200
 DEFAULT_DEVICE_ARENA_BYTES = 2 << 30
 # Arena bytes per slot of the control page. The rows of an image take more.
@@ -53,8 +53,8 @@ MIN_SLOTS, MAX_SLOTS = 64, 65_536
 
 
 @dataclass(frozen=True)
-class Place:
-    """The place of rows in an arena. generation: odd; if the slot's generation differs, the rows are gone."""
+class Location:
+    """Where rows are in an arena. generation: odd; if the slot's generation differs, the rows are gone."""
 
     arena_id: bytes
     instance: int
@@ -89,15 +89,15 @@ class PinnedRows:
         if entry is not None and self._tier is not None:
             self._tier.arena.drop(entry.slot)
 
-    def announce(self) -> Place:
-        """The place of the rows, for a reader in another process. From now on they are among the last to be
-        evicted, until ``EmbeddingStore.touch`` or for ANNOUNCED_PROTECTION_S. Raises InternalError for rows
-        in their own memory, and after ``drop``."""
+    def announce(self) -> Location:
+        """The location of the rows, for a reader in another process. From now on they are among the last to
+        be evicted, until ``EmbeddingStore.touch`` or for ANNOUNCED_PROTECTION_S. Raises InternalError for
+        rows in their own memory, and after ``drop``."""
         if self._tier is None or self._entry is None:
-            raise InternalError("these rows are not in an arena and have no place")
+            raise InternalError("these rows are not in an arena and have no location")
         arena, slot = self._tier.arena, self._entry.slot
         self._tier.announce(self._entry)
-        return Place(
+        return Location(
             arena.arena_id, arena.instance, slot.index, arena.generation(slot), slot.offset_bytes, arena.kind
         )
 
@@ -179,7 +179,7 @@ class EmbeddingStore:
 
     def hold(self, namespace: str, key: bytes) -> PinnedRows | None:
         """The rows with a hold, from the device tier if they are in both tiers. Counts as a use."""
-        for tier in self._partition(namespace).tiers():
+        for tier in self.partition(namespace).tiers():
             entry = tier.find((namespace, key))
             if entry is not None:
                 tier.use(entry)
@@ -188,7 +188,7 @@ class EmbeddingStore:
 
     def peek(self, namespace: str, key: bytes) -> EncodedItem | None:
         """The item without a hold. Its rows may change as soon as the event loop runs something else."""
-        for tier in self._partition(namespace).tiers():
+        for tier in self.partition(namespace).tiers():
             entry = tier.find((namespace, key))
             if entry is not None:
                 return entry.item
@@ -200,14 +200,14 @@ class EmbeddingStore:
         """Memory for the rows in the device arena, or else in the host arena. expected: the item, with a meta
         tensor of the rows' shape and dtype. Evicts what is needed and never waits. None if the rows are
         larger than the arenas, or if held and reserved rows leave no room."""
-        for tier in self._partition(namespace).tiers():
+        for tier in self.partition(namespace).tiers():
             reserved_bytes = self._reserved_bytes.get(tier, 0)
-            wanted_bytes = reserved_bytes + expected.spec.num_bytes
-            if reserved_bytes and wanted_bytes > tier.arena.capacity_bytes * RESERVED_SHARE:
+            needed_bytes = reserved_bytes + expected.spec.num_bytes
+            if reserved_bytes and needed_bytes > tier.arena.capacity_bytes * RESERVED_SHARE:
                 continue
             reservation = self._reserve_in(tier, namespace, expected, is_limited=True)
             if reservation is not None:
-                self._reserved_bytes[tier] = wanted_bytes
+                self._reserved_bytes[tier] = needed_bytes
                 return reservation
         self.counters.refused += 1
         return None
@@ -222,9 +222,9 @@ class EmbeddingStore:
         self._unreserve(reservation)
         item = replace(expected, rows=reservation.destination)
         held = _held(tier, tier.insert((reservation.namespace, item.key), item, reservation.slot))
-        partition = self._partition(reservation.namespace)
+        partition = self.partition(reservation.namespace)
         if tier is partition.device:
-            self._look_ahead(partition, reservation.slot.num_bytes)
+            self._copy_next_victims(partition, reservation.slot.num_bytes)
         return held
 
     def cancel(self, reservation: Reservation) -> None:
@@ -241,7 +241,7 @@ class EmbeddingStore:
         """Copies rows from their own memory into the store if it has room. Otherwise, and after a failed
         copy, holds the rows where they are."""
         source = PinnedRows(item)
-        for tier in self._partition(namespace).tiers():
+        for tier in self.partition(namespace).tiers():
             try:
                 is_moved = await self._move(source, namespace, tier)
             except Exception:
@@ -264,25 +264,30 @@ class EmbeddingStore:
         if held.tier == tier or (tier == "host" and held.tier is None):
             return held
         try:
-            found = await self._find_in(held, namespace, tier)
+            in_tier = await self._find_in(held, namespace, tier)
         except BaseException:
             held.drop()
             raise
-        if found is not held:
+        if in_tier is not held:
             held.drop()
-        return found
+        return in_tier
 
     def touch(self, namespace: str, key: bytes, generation: int) -> bool:
         """Records that another process has read rows of this generation. Returns False if they are gone."""
-        found = [tier.touch((namespace, key), generation) for tier in self._partition(namespace).tiers()]
-        return any(found)
+        name, partition = (namespace, key), self.partition(namespace)
+        touched = [tier.touch(name, generation) for tier in partition.tiers()]
+        return any(touched)
 
-    def max_place_bytes(self, tier: TierName, namespace: str = "") -> int:
+    def max_announced_bytes(self, tier: TierName, namespace: str = "") -> int:
         """The size of the largest rows that are announced in this tier; 0 if there is no such tier."""
-        found = self._partition(namespace).tier(tier)
-        return 0 if found is None else int(found.arena.capacity_bytes * PLACE_SHARE)
+        of_kind = self.partition(namespace).tier(tier)
+        return 0 if of_kind is None else int(of_kind.arena.capacity_bytes * ANNOUNCED_SHARE)
 
     # -- figures ---------------------------------------------------------------------------------------
+
+    def partition(self, namespace: str) -> Partition:
+        """The tiers that hold the namespace's rows."""
+        return self._partitions.get(namespace) or self._partitions[None]
 
     def arenas(self) -> list[tuple[str | None, Arena]]:
         """All arenas, each with the only namespace that may map it; None for the arenas that all namespaces
@@ -299,7 +304,7 @@ class EmbeddingStore:
 
     def num_items(self, tier: TierName) -> int:
         """Number of entries in one tier. An item in both tiers counts in each."""
-        return sum(len(each) for each in self._tiers() if each.arena.kind == tier)
+        return sum(len(entries) for entries in self._tiers() if entries.arena.kind == tier)
 
     def num_unread(self) -> int:
         """Number of announced rows that are still protected and that no reader has reported as read."""
@@ -314,6 +319,11 @@ class EmbeddingStore:
     def num_unread_evictions(self) -> int:
         """Number of announced rows evicted while protected, before a reader reported them as read."""
         return sum(tier.num_unread_evictions for tier in self._tiers())
+
+    @property
+    def is_copying(self) -> bool:
+        """Whether rows are being copied between tiers, or out of the arenas for one caller."""
+        return bool(self._moves or self._spills or self._private_copies)
 
     # -- end -------------------------------------------------------------------------------------------
 
@@ -338,9 +348,6 @@ class EmbeddingStore:
 
     # -- inside ----------------------------------------------------------------------------------------
 
-    def _partition(self, namespace: str) -> Partition:
-        return self._partitions.get(namespace) or self._partitions[None]
-
     def _tiers(self) -> Iterator[Tier]:
         for partition in self._partitions.values():
             yield from partition.tiers()
@@ -360,7 +367,7 @@ class EmbeddingStore:
 
     async def _find_in(self, held: PinnedRows, namespace: str, tier_name: TierName) -> PinnedRows:
         """``held`` itself, or the same rows in the tier with a separate hold."""
-        tier, name = self._partition(namespace).tier(tier_name), (namespace, held.item.key)
+        tier, name = self.partition(namespace).tier(tier_name), (namespace, held.item.key)
         if tier is None:
             return held
         try:
@@ -399,7 +406,7 @@ class EmbeddingStore:
 
     def _start_moves(self, moves: Sequence[tuple[PinnedRows, Reservation]], tier: Tier) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(self._run_moves(moves, tier))
-        names = [((each.namespace, each.expected.key), tier) for _, each in moves]
+        names = [((target.namespace, target.expected.key), tier) for _, target in moves]
         self._moves.update(dict.fromkeys(names, task))
 
         def forget(_: asyncio.Task[None]) -> None:
@@ -413,7 +420,7 @@ class EmbeddingStore:
     async def _run_moves(self, moves: Sequence[tuple[PinnedRows, Reservation]], tier: Tier) -> None:
         """Runs the copies and ends their holds. After a failure the holds stay for good, because the device
         may still read one end and write the other."""
-        await self._copy([(each.destination, source.item.rows) for source, each in moves])
+        await self._copy([(target.destination, source.item.rows) for source, target in moves])
         for source, reservation in moves:
             source.drop()
             if tier.arena.closed:
@@ -467,14 +474,14 @@ class EmbeddingStore:
                 self.freeze()
             raise
 
-    def _look_ahead(self, partition: Partition, written_bytes: int) -> None:
-        """After every LOOK_SHARE of the device arena that is written, starts to copy the rows that will be
+    def _copy_next_victims(self, partition: Partition, written_bytes: int) -> None:
+        """After every RECHECK_SHARE of the device arena that is written, starts to copy the rows that will be
         evicted next to the host."""
         device = partition.device
         assert device is not None
         partition.written_bytes += written_bytes
         if (
-            partition.written_bytes >= device.arena.capacity_bytes * LOOK_SHARE
+            partition.written_bytes >= device.arena.capacity_bytes * RECHECK_SHARE
             and device not in self._spills
             and not self._is_frozen
         ):
@@ -493,7 +500,7 @@ class EmbeddingStore:
         try:
             while entries:
                 moves, num_bytes = list[tuple[PinnedRows, Reservation]](), 0
-                while entries and (not moves or num_bytes < capacity_bytes * LOOK_SHARE):
+                while entries and (not moves or num_bytes < capacity_bytes * RECHECK_SHARE):
                     entry = entries.pop(0)
                     if (
                         entry.name in host
@@ -563,26 +570,26 @@ def _device_arenas(settings: Settings, device: torch.device) -> dict[str | None,
     """The device arenas by isolated namespace; None is the key of the shared one. Empty if the settings ask
     for none, or if the device cannot export memory and the settings do not require it. Raises
     ConfigurationError."""
-    wanted_bytes = settings.device_arena_bytes
+    requested_bytes = settings.device_arena_bytes
     # A CUDA device that does not exist is reported by the model's loader.
-    is_wanted = settings.broker_path and device.type == "cuda" and wanted_bytes != 0
-    if not is_wanted or not torch.cuda.is_available():
+    is_requested = settings.broker_path and device.type == "cuda" and requested_bytes != 0
+    if not is_requested or not torch.cuda.is_available():
         return {}
-    shared_bytes = DEFAULT_DEVICE_ARENA_BYTES if wanted_bytes is None else wanted_bytes
+    shared_bytes = DEFAULT_DEVICE_ARENA_BYTES if requested_bytes is None else requested_bytes
     device_bytes: dict[str | None, int] = {None: shared_bytes}
     device_bytes.update({name: sizes[1] for name, sizes in settings.isolated_namespaces.items() if sizes[1:]})
-    found: dict[str | None, Arena] = {}
+    arenas: dict[str | None, Arena] = {}
     try:
         for name, num_bytes in device_bytes.items():
-            found[name] = device_arena(num_bytes, device)
+            arenas[name] = device_arena(num_bytes, device)
     except ConfigurationError as error:
-        for arena in found.values():
+        for arena in arenas.values():
             arena.close()
-        if wanted_bytes is not None or len(device_bytes) > 1:
+        if requested_bytes is not None or len(device_bytes) > 1:
             raise
         log.warning("rows are not kept in device memory", reason=error.message)
         return {}
-    return found
+    return arenas
 
 
 def _num_slots(num_bytes: int) -> int:

@@ -31,7 +31,7 @@ Name: TypeAlias = tuple[str, bytes]
 @dataclass(eq=False, slots=True)
 class Entry:
     """Rows in a tier. item.rows: a view of the slot; the entry is one holder of the slot. announced_s: when
-    the place was last announced to a reader; None once a reader has reported the rows as read."""
+    the location was last announced to a reader; None once a reader has reported the rows as read."""
 
     name: Name
     item: EncodedItem
@@ -62,6 +62,10 @@ class Tier:
     def __contains__(self, name: Name) -> bool:
         return name in self._entries
 
+    def entries(self) -> Iterator[Entry]:
+        """All entries, the least recently used first."""
+        return iter(self._entries.values())
+
     def find(self, name: Name) -> Entry | None:
         return self._entries.get(name)
 
@@ -71,7 +75,7 @@ class Tier:
             self._entries.move_to_end(entry.name)
 
     def announce(self, entry: Entry) -> None:
-        """Records that the entry's place is announced to a reader in another process."""
+        """Records that the entry's location is announced to a reader in another process."""
         entry.announced_s = self._clock()
         self.use(entry)
 
@@ -95,14 +99,14 @@ class Tier:
         slot = self.arena.allocate(num_bytes)
         if slot is not None or num_bytes > self.arena.capacity_bytes or self.arena.closed:
             return slot
-        evicted = self._evictable(num_bytes)
-        if evicted is None:
+        victims = self._evictable(num_bytes)
+        if victims is None:
             return None
         now_s = self._clock()
-        for entry in evicted:
+        for entry in victims:
             self.num_unread_evictions += _is_protected(entry, now_s)
             self.remove(entry)
-        self.num_evictions += len(evicted)
+        self.num_evictions += len(victims)
         return self.arena.allocate(num_bytes)
 
     def insert(self, name: Name, item: EncodedItem, slot: Slot) -> Entry:
@@ -126,13 +130,13 @@ class Tier:
 
     def next_evicted(self, num_bytes: int) -> list[Entry]:
         """The entries that would be evicted next, in order, up to num_bytes in total."""
-        found: list[Entry] = []
+        victims: list[Entry] = []
         for entry in self._eviction_order():
             if num_bytes <= 0:
                 break
-            found.append(entry)
+            victims.append(entry)
             num_bytes -= entry.slot.num_bytes
-        return found
+        return victims
 
     def close(self) -> None:
         """Removes every entry and closes the arena. Idempotent."""
@@ -143,13 +147,13 @@ class Tier:
     def _evictable(self, num_bytes: int) -> list[Entry] | None:
         """The first entries in eviction order whose eviction leaves a range of num_bytes (and a free index).
         None if evicting all of them does not."""
-        found: list[Entry] = []
+        victims: list[Entry] = []
         plan, largest_bytes = self.arena.freeing_plan(), self.arena.largest_free_bytes
         for entry in self._eviction_order():
-            found.append(entry)
+            victims.append(entry)
             largest_bytes = max(largest_bytes, plan.free(entry.slot.offset_bytes))
             if largest_bytes >= num_bytes:
-                return found
+                return victims
         return None
 
     def _eviction_order(self) -> Iterator[Entry]:

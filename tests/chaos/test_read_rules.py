@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from encoder_service.store.arena import PROBE_BYTES, Arena, Slot
-from encoder_service.store.embedding_store import EmbeddingStore, Partition, Place
+from encoder_service.store.embedding_store import EmbeddingStore, Location, Partition
 from encoder_service.store.host_memory import HostMemory
 from encoder_service.types import EncodedItem, Grid
 from tests.reference_reader import ReferenceReader, reader_of
@@ -149,7 +149,7 @@ class Scene:
     reader: ReferenceReader
     write_stream: Stream
     copy_stream: Stream
-    announced: list[tuple[bytes, Place]] = field(default_factory=list)
+    announced: list[tuple[bytes, Location]] = field(default_factory=list)
     accepted: list[tuple[bytes, bytes]] = field(default_factory=list)
     num_lost: int = 0
 

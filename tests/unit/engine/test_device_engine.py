@@ -1,8 +1,7 @@
-"""DeviceEngine on a plain tower: batching, split and retry, drops, faults, stop."""
+"""DeviceEngine on a plain tower: batching, split and retry, drops, faults and stop."""
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -10,6 +9,7 @@ from concurrent.futures import Future
 import pytest
 import torch
 
+from bench.harness.waiting import wait_until
 from encoder_service.engine.device import DeviceEngine
 from encoder_service.engine.faults import is_device_fault
 from encoder_service.engine.jobs import TowerResult
@@ -33,11 +33,13 @@ class Rig:
         self.tower = FakeTower()
         self.faults: list[DeviceFault] = []
         self.now_s = 0.0
+        self.planner = Planner(max_patches, 64, ladder)
+        self.metrics = Metrics()
         self.engine = DeviceEngine(
             self.tower,
             FakePreprocessor(),
-            Planner(max_patches, 64, ladder),
-            Metrics(),
+            self.planner,
+            self.metrics,
             clock=lambda: self.now_s,
             on_fault=self.faults.append,
             timeline=timeline,
@@ -118,7 +120,7 @@ def test_a_defect_in_an_engine_thread_fails_the_running_items() -> None:
     def fail(num_patches: float) -> None:
         raise ValueError("a defect beside the forward")
 
-    rig.engine._metrics.batch_patches.observe = fail  # type: ignore[method-assign, assignment]
+    rig.metrics.batch_patches.observe = fail  # type: ignore[method-assign, assignment]
     future = rig.submit(1.0)
     rig.engine.start()
     with pytest.raises(DeviceFault, match="a defect beside the forward"):
@@ -130,17 +132,19 @@ def test_p17_a_discarded_item_leaves_the_queue_while_the_device_is_busy(rig: Rig
     rig.tower.gate.clear()
     running = rig.submit(1.0)
     rig.engine.start()
-    while len(rig.engine._waiting):
-        time.sleep(0.001)
+    wait_until(lambda: not len(rig.planner))
     ticket = Ticket(16)
-    waiting = rig.engine.submit(PatchItem(torch.ones(16, 4), Grid(1, 4, 4)), ticket)
-    pixels = weakref.ref(rig.engine._waiting[ticket].item.pixel_values)  # type: ignore[union-attr]
+    item = PatchItem(torch.ones(16, 4), Grid(1, 4, 4))
+    pixels = weakref.ref(item.pixel_values)
+    waiting = rig.engine.submit(item, ticket)
+    del item
+    assert pixels() is not None
     rig.engine.discard(ticket)
     rig.engine.discard(ticket)
     with pytest.raises(Cancelled):
         waiting.result(0)
     assert pixels() is None
-    assert len(rig.engine._waiting) == 0
+    assert len(rig.planner) == 0
     assert rig.engine.counters.dropped_items == 1
     rig.tower.gate.set()
     assert running.result(10)

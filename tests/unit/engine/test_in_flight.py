@@ -1,10 +1,10 @@
-"""Two batches in flight: order, failures, faults, stop; every item is answered in any order of events."""
+"""Two batches in flight: order, failures, faults and stop. Every item is answered, in any order of events."""
 
 from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 
 import pytest
@@ -19,7 +19,7 @@ from encoder_service.engine.jobs import TowerResult
 from encoder_service.errors import Cancelled, DeviceFault, Draining, InternalError
 from encoder_service.ops.metrics import Metrics
 from encoder_service.scheduler.planner import Planner, Ticket
-from encoder_service.scheduler.timeline import LEAD_S, LIKELY
+from encoder_service.scheduler.timeline import LEAD_S, LIKELY, DeviceTimeline
 from encoder_service.types import Grid, PatchItem, TowerItem
 from tests.fakes import FakePreprocessor, FakeTower
 from tests.unit.engine.held_launcher import POISON, HeldBatch, HeldLauncher
@@ -28,10 +28,30 @@ PATCHES = 16
 LOST = torch.AcceleratorError("CUDA error: unspecified launch failure")
 
 
+class CountedDelays(DeviceTimeline):
+    num_delays = 0
+
+    def batch_delay_s(self, now_s: float) -> float:
+        delay_s = super().batch_delay_s(now_s)
+        self.num_delays += delay_s > 0.0
+        return delay_s
+
+
+class PredictingPlanner(Planner):
+    """Predicts the same time for every batch."""
+
+    batch_us = 0.0
+
+    def predicted_us(self, tickets: Iterable[Ticket]) -> float:
+        return self.batch_us
+
+
 class Rig:
-    """items_per_batch: of a full batch."""
+    """items_per_batch: number of items in a full batch."""
 
     def __init__(self, items_per_batch: int = 1) -> None:
+        self.planner = PredictingPlanner(PATCHES * items_per_batch, 64)
+        self.timeline = CountedDelays()
         self.launcher = HeldLauncher()
         self.faults: list[DeviceFault] = []
         self.metrics = Metrics()
@@ -39,11 +59,12 @@ class Rig:
         self.engine = DeviceEngine(
             FakeTower(),
             FakePreprocessor(),
-            Planner(PATCHES * items_per_batch, 64),
+            self.planner,
             self.metrics,
             clock=lambda: self.now_s,
             on_fault=self.faults.append,
             launcher=self.launcher,
+            timeline=self.timeline,
         )
 
     def submit(self, value: float, ticket: Ticket | None = None) -> Future[TowerResult]:
@@ -74,7 +95,7 @@ def test_two_batches_are_in_flight_and_no_third(rig: Rig) -> None:
     rig.engine.start()
     for index in range(5):
         rig.batch(min(index + 1, 4))
-        assert len(rig.engine._waiting) == max(0, 3 - index)
+        assert len(rig.planner) == max(0, 3 - index)
         rig.batch(index).end()
         assert rows_value(futures[index]) == index
     assert rig.launcher.most_in_flight == 2
@@ -96,11 +117,11 @@ def test_batches_are_answered_in_the_order_they_were_launched(rig: Rig) -> None:
 
 def test_p33_a_poisoned_batch_is_split_while_another_is_in_flight() -> None:
     rig = Rig(items_per_batch=4)
+    rig.planner.batch_us = 600e6  # until the batch is full
     rig.engine.start()
     before = rig.submit(9.0)
     rig.batch(0)
-    with rig.engine._lock:  # all four are planned together
-        futures = [rig.submit(value) for value in (1.0, POISON, 3.0, 4.0)]
+    futures = [rig.submit(value) for value in (1.0, POISON, 3.0, 4.0)]
     # The first half fails again; its first item runs beside ``before``, the rest waits for room.
     wait_until(lambda: len(rig.launcher.launched) == 2)
     assert rig.launcher.launched[1].values == [1.0]
@@ -290,17 +311,16 @@ def test_every_item_is_answered_in_any_order_of_events(
             if isinstance(error, InternalError):
                 assert value == POISON or "one batch" in error.message
     assert len(rig.faults) <= 1
-    assert not rig.engine._planned
-    assert not rig.engine._waiting
+    assert len(rig.planner) == 0
     if not rig.faults:
-        assert rig.launcher.num_in_flight == len(rig.engine._in_flight) == 0
+        assert rig.launcher.num_in_flight == 0
 
 
 @pytest.fixture
 def predicting() -> Iterator[Rig]:
     """With batches of up to four items, each predicted to take a second."""
     rig = Rig(items_per_batch=4)
-    rig.engine._planner.predicted_us = lambda tickets: 1e6  # type: ignore[method-assign]
+    rig.planner.batch_us = 1e6
     rig.engine.start()
     yield rig
     rig.launcher.end_all()
@@ -312,10 +332,10 @@ def test_while_the_device_is_busy_a_batch_waits_for_more_items(predicting: Rig) 
     first = rig.submit(1.0)
     rig.batch(0)
     later = [rig.submit(2.0)]
-    wait_until(lambda: rig.engine._is_delaying)
+    wait_until(lambda: rig.timeline.num_delays)
     later.append(rig.submit(3.0))
-    assert len(rig.engine._in_flight) == 1
-    assert len(rig.engine._waiting) == 2
+    assert rig.launcher.num_in_flight == 1
+    assert len(rig.planner) == 2
     rig.batch(0).end()
     rig.batch(1).end()
     assert rig.batch(1).values == [2.0, 3.0]
@@ -327,11 +347,11 @@ def test_a_full_batch_does_not_wait(predicting: Rig) -> None:
     rig.submit(1.0)
     rig.batch(0)
     rig.submit(2.0)
-    wait_until(lambda: rig.engine._is_delaying)
+    wait_until(lambda: rig.timeline.num_delays)
     for value in (3.0, 4.0, 5.0):
         rig.submit(value)
     assert rig.batch(1).values == [2.0, 3.0, 4.0, 5.0]
-    wait_until(lambda: len(rig.engine._in_flight) == 2)
+    wait_until(lambda: rig.launcher.num_in_flight == 2)
 
 
 def test_a_batch_is_made_before_the_device_needs_it(predicting: Rig) -> None:
@@ -345,11 +365,11 @@ def test_a_batch_is_made_before_the_device_needs_it(predicting: Rig) -> None:
 
 def test_a_stop_ends_the_wait_for_more_items(predicting: Rig) -> None:
     rig = predicting
-    rig.engine._planner.predicted_us = lambda tickets: 600e6  # type: ignore[method-assign]
+    rig.planner.batch_us = 600e6
     rig.submit(1.0)
     rig.batch(0)
     waiting = rig.submit(2.0)
-    wait_until(lambda: rig.engine._is_delaying)
+    wait_until(lambda: rig.timeline.num_delays)
     rig.launcher.end_all()
     assert rig.engine.stop(60), "the batch was held for minutes"
     with pytest.raises(Draining):

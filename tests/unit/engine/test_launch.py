@@ -5,17 +5,23 @@ from __future__ import annotations
 import itertools
 import random
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
+from unittest import mock
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from encoder_service.engine import launch
 from encoder_service.engine.graphs import Captured, GraphRunner
 from encoder_service.engine.launch import LaunchedBatch, TowerLauncher
 from encoder_service.engine.rows import RowCopier
+from encoder_service.engine.staging import PixelStaging
+from encoder_service.engine.streams import Streams
 from encoder_service.errors import InternalError, PixelTensorMismatch
 from encoder_service.scheduler.buckets import Bucket, BucketLadder
 from encoder_service.towers.fused_inputs import FusedInputs
@@ -68,12 +74,26 @@ class Replay:
         self.replay = forward
 
 
+class ReplayingRunner(GraphRunner):
+    """Replays the forward pass of every bucket."""
+
+    def capture_in(self, tower: PoolTower) -> None:
+        for bucket, inputs in self._inputs.items():
+            self._graphs[bucket] = Captured(Replay(partial(tower, inputs)), tower.pool)  # type: ignore[arg-type]
+
+
+def on_a_gpu(width: int, dtype: torch.dtype, _: torch.device, streams: Streams) -> RowCopier:
+    """A copier that takes destinations for host memory."""
+    return RowCopier(width, dtype, torch.device("cuda", 0), streams)
+
+
 def launcher_of(tower: PoolTower, runner: GraphRunner, clock: Callable[[], float]) -> TowerLauncher:
     return TowerLauncher(tower, PixelPatches(), runner, clock=clock)  # type: ignore[arg-type]
 
 
 class Rig:
-    """replayed: forward passes are replays. on_host: destinations count as host memory, not the device's."""
+    """replayed: forward passes are replays. on_host: destinations count as host memory instead of the
+    device's."""
 
     def __init__(
         self,
@@ -86,28 +106,21 @@ class Rig:
         self.device = device
         self.tower = PoolTower(merges_time=merges_time)
         clock = itertools.count().__next__
-        self.runner = GraphRunner(self.tower, LADDER, CPU, capture=False, clock=clock, streams=device.streams)
-        self.launcher = launcher_of(self.tower, self.runner, clock)
-        if on_host:
-            self.launcher._rows = RowCopier(
-                WIDTH, torch.float32, torch.device("cuda", 0), self.launcher._streams
-            )
+        runner = ReplayingRunner(self.tower, LADDER, CPU, capture=False, clock=clock, streams=device.streams)
+        with mock.patch.object(launch, "RowCopier", on_a_gpu if on_host else RowCopier):
+            self.launcher = launcher_of(self.tower, runner, clock)
         if replayed:
-            self.runner._graphs = {bucket: self.captured(bucket) for bucket in LADDER.buckets}
-
-    def captured(self, bucket: Bucket) -> Captured:
-        inputs = self.runner._inputs[bucket]
-        return Captured(Replay(lambda: self.tower(inputs)), self.tower.pool)  # type: ignore[arg-type]
+            runner.capture_in(self.tower)
 
     def expected(self, items: Sequence[TowerItem]) -> list[torch.Tensor]:
-        """Each item's rows from a forward of its own."""
-        found = []
+        """Each item's rows from a separate forward pass."""
+        rows = []
         for item in items:
             frames = isinstance(item, FrameItem)
             pixels = PixelPatches().patchify(item.frames_THWC) if frames else item.pixel_values  # type: ignore[union-attr]
             inputs = self.tower.prepare([item.grid]).with_pixels(pixels)
-            found.append(SmallTower.__call__(self.tower, inputs))
-        return found
+            rows.append(SmallTower.__call__(self.tower, inputs))
+        return rows
 
 
 def still(value: float = 0.0) -> PatchItem:
@@ -155,24 +168,24 @@ class Checker:
     def launch(self, items: list[TowerItem]) -> None:
         expected = self.rig.expected(items)
         share = self.generator.choice((0, 0.5, 1))
-        places = [
+        destinations = [
             torch.full_like(rows, torch.nan) if self.generator.random() < share else None for rows in expected
         ]
-        self.in_flight.append((self.rig.launcher.launch(items, places), items, expected, places))
+        launched = self.rig.launcher.launch(items, destinations)
+        self.in_flight.append((launched, items, expected, destinations))
 
     def finish(self, meanwhile: list[TowerItem] | None = None) -> None:
         """Waits for the oldest batch; ``meanwhile`` is launched before its rows are handed out."""
-        launched, items, expected, places = self.in_flight.popleft()
+        launched, items, expected, destinations = self.in_flight.popleft()
         launched.wait()
         for item in items:
             overwrite(item)
         if meanwhile is not None:
             self.launch(meanwhile)
-        found = list(launched.collect())
-        assert len(found) == len(expected)
-        for rows, right, place in zip(found, expected, places, strict=True):
+        collected = list(launched.collect())
+        for rows, right, destination in zip(collected, expected, destinations, strict=True):
             torch.testing.assert_close(rows, right, rtol=1e-5, atol=1e-5)
-            assert place is None or rows is place
+            assert destination is None or rows is destination
             assert rows.untyped_storage().nbytes() == rows.nbytes
 
 
@@ -220,9 +233,9 @@ def test_p14_p30_more_batches_in_flight_than_slots_keep_their_own_pixels_and_row
 def test_a_destination_that_does_not_match_is_refused_with_both_shapes() -> None:
     rig = Rig(SteppedDevice(lambda count: 0))
     strided = torch.empty(WIDTH, 2)[:, :1].T
-    for place in (torch.empty(2, WIDTH), torch.empty(1, WIDTH, dtype=torch.float16), strided):
+    for wrong in (torch.empty(2, WIDTH), torch.empty(1, WIDTH, dtype=torch.float16), strided):
         with pytest.raises(InternalError, match=r"destination is torch\.float.*rows are .* \(1, \d"):
-            rig.launcher.launch([still()], [place])
+            rig.launcher.launch([still()], [wrong])
     assert not rig.tower.forwards
 
 
@@ -231,15 +244,15 @@ def test_p21_a_batch_that_failed_half_way_writes_no_more(monkeypatch: pytest.Mon
     device = SteppedDevice(lambda count: 0)
     rig = Rig(device)
     before = rig.launcher.launch([still(1.0)])
-    place = torch.zeros(1, WIDTH)
+    destination = torch.zeros(1, WIDTH)
 
     def fail(batch: object, ended: object) -> None:
         raise RuntimeError("no memory")
 
     monkeypatch.setattr("encoder_service.engine.rows.BatchRows.send", fail)
     with pytest.raises(RuntimeError, match="no memory"):
-        rig.launcher.launch([still(2.0)], [place])
-    assert torch.equal(place, rig.expected([still(2.0)])[0])
+        rig.launcher.launch([still(2.0)], [destination])
+    assert torch.equal(destination, rig.expected([still(2.0)])[0])
     assert not any(stream.queue for stream in device.all)
     monkeypatch.undo()
     before.wait()
@@ -248,40 +261,36 @@ def test_p21_a_batch_that_failed_half_way_writes_no_more(monkeypatch: pytest.Mon
 
 def test_uploads_overlap_earlier_batches_and_never_enter_a_slot_in_use() -> None:
     device = SteppedDevice(lambda count: 0)
-    rig = Rig(device)
+    staging = PixelStaging(64, 1, CPU, device.streams)
     device.compute.run_on()
-    items = [still(value) for value in (1.0, 2.0, 3.0)]
-    for item in items[:2]:
-        rig.launcher.launch([item])
-    device.upload.run_on()
-    assert not device.upload.queue
-    assert not rig.tower.forwards
-    staging = rig.launcher._staging
-    assert staging is not None
-    slots = [next(staging._slots) for _ in range(2)]
+    uploads = []
+    for value in (1.0, 2.0, 3.0):
+        uploads.append(staging.upload([torch.full((1, 4), value)], [0]))
+        staging.release(uploads[-1])
 
     def values() -> list[float]:
-        return [float(staging._memory[slot.first_byte :][:4].view(torch.float32)) for slot in slots]
+        return [float(uploaded.pieces[0][0, 0]) for uploaded in uploads]
 
-    assert values() == [1.0, 2.0]
-    rig.launcher.launch([items[2]])  # the host waits for nothing here either
-    assert not rig.tower.forwards
     device.upload.run_on()
-    assert device.upload.queue
-    assert values() == [1.0, 2.0]
+    assert values() == [1.0, 2.0, 1.0]
+    assert device.upload.queue, "the third batch waits until the first one's slot was read"
     device.compute.run_on()
     device.upload.run_on()
-    assert values() == [3.0, 2.0]
-    assert len(rig.tower.forwards) == 2
+    assert values() == [3.0, 2.0, 3.0]
 
 
 def test_p14_pixels_are_kept_until_their_batch_was_awaited() -> None:
-    rig = Rig(SteppedDevice(lambda count: 0))
+    device = SteppedDevice(lambda count: 0)
+    rig = Rig(device)
     item = still()
+    pixels = weakref.ref(item.pixel_values)
     launched = rig.launcher.launch([item])
-    assert launched._pixels[0] is item.pixel_values
+    del item
+    while device.step():
+        pass
+    assert pixels() is not None
     launched.wait()
-    assert not launched._pixels
+    assert pixels() is None
 
 
 def test_the_hosts_work_does_not_count_as_the_devices() -> None:

@@ -17,7 +17,7 @@ from encoder_service.errors import (
 from encoder_service.pipeline import EncodeResult
 from encoder_service.rpc import convert
 from encoder_service.store.arena import TierName
-from encoder_service.store.embedding_store import PinnedRows, Place
+from encoder_service.store.embedding_store import Location, PinnedRows
 from encoder_service.types import (
     CacheTier,
     ClipFacts,
@@ -127,7 +127,7 @@ def test_placed_rows_are_described_and_not_sent(tier: TierName) -> None:
     rows = torch.randn(7, 48)
     clip = ClipFacts((0.0, 0.5), (Grid(1, 2, 14),))
     item = EncodedItem(b"k" * 32, b"d" * 32, Grid(1, 2, 14), rows, 2, clip)
-    place = Place(b"a" * 16, 99, 3, 77, 256, tier)
+    place = Location(b"a" * 16, 99, 3, 77, 256, tier)
     delivered = EncodeResult(PinnedRows(item), CacheTier.HOST, StageTimings(), 0.0)
     result = convert.result_event(0, delivered, place).result
     assert result.WhichOneof("rows") == "place"

@@ -83,8 +83,8 @@ async def test_inline_rows_are_in_host_memory(rig: Rig, found: Delivery) -> None
 async def test_items_above_a_quarter_of_the_arena_go_inline(
     rig: Rig, found: Delivery, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert rig.store.max_place_bytes("device") >= ITEM_BYTES
-    monkeypatch.setattr(EmbeddingStore, "max_place_bytes", lambda *_: ITEM_BYTES - 1)
+    assert rig.store.max_announced_bytes("device") >= ITEM_BYTES
+    monkeypatch.setattr(EmbeddingStore, "max_announced_bytes", lambda *_: ITEM_BYTES - 1)
     delivered, place = await found.prepare(await rig.pipeline.encode(image(3, side=16)), DEVICE)
     assert place is None
     assert delivered.held.tier == "host"

@@ -1,4 +1,4 @@
-"""Small stores on host memory, of which some stands for a GPU's."""
+"""Small stores on host memory, some of which stands for a GPU's."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def expected(name: int, num_rows: int = NUM_ROWS, clip: ClipFacts | None = None)
 
 
 def land(store: EmbeddingStore, name: int, namespace: str = "", num_rows: int = NUM_ROWS) -> bool:
-    """Does what the engine and the pipeline do; False where there was no room."""
+    """Does what the engine and the pipeline do. False if there is no room."""
     reservation = store.reserve(namespace, expected(name, num_rows))
     if reservation is None:
         return False
@@ -95,7 +95,6 @@ def hold(store: EmbeddingStore, name: int, namespace: str = "") -> PinnedRows:
 
 
 async def settle(store: EmbeddingStore) -> None:
-    """Waits until no copy is under way."""
-    while pending := [*store._spills.values(), *store._moves.values(), *store._private_copies]:
-        await asyncio.wait(pending)
-        await asyncio.sleep(0)
+    """Waits until no copy is in progress."""
+    while store.is_copying:  # noqa: ASYNC110  # the store has no event for it
+        await asyncio.sleep(1e-4)

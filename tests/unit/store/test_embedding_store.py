@@ -1,4 +1,4 @@
-"""The store: where rows are, what is evicted and in which order, what is copied ahead, what is never lost."""
+"""The store: the tiers of rows, the order of eviction, copies ahead of it, and what is never lost."""
 
 from __future__ import annotations
 
@@ -6,17 +6,16 @@ import asyncio
 import gc
 import threading
 from collections.abc import AsyncIterator
-from typing import Any
 
 import pytest
 import torch
 
 from encoder_service.errors import Draining, InternalError, StoreFull
 from encoder_service.store import embedding_store
-from encoder_service.store.copies import Copier
 from encoder_service.store.embedding_store import EmbeddingStore, PinnedRows
 from encoder_service.store.tier import ANNOUNCED_PROTECTION_S
 from encoder_service.types import ClipFacts, EncodedItem
+from tests.reference_reader import reader_of
 from tests.unit.store.arenas import (
     ITEM_BYTES,
     Clock,
@@ -38,7 +37,7 @@ def resident(store: EmbeddingStore, names: range, namespace: str = "") -> list[i
 
 
 def on_device(store: EmbeddingStore, name: int) -> bool:
-    tier = store._partition("").tier("device")
+    tier = store.partition("").tier("device")
     return tier is not None and ("", key_of(name)) in tier
 
 
@@ -84,9 +83,9 @@ async def test_rows_are_found_as_they_were_written(host_only: EmbeddingStore) ->
     assert found is not None
     assert torch.equal(found.item.rows, rows_of(1))
     assert host_only.hold("other", key_of(1)) is None, "a namespace sees its own entries only"
-    for each in (held, found):
-        each.drop()
-        each.drop()
+    for rows in (held, found):
+        rows.drop()
+        rows.drop()
 
 
 async def test_the_least_recently_used_rows_are_evicted(host_only: EmbeddingStore) -> None:
@@ -109,9 +108,9 @@ async def test_held_rows_are_never_evicted(host_only: EmbeddingStore) -> None:
     held[2].drop()
     assert land(host_only, 9)
     assert resident(host_only, range(10)) == [0, 1, 3, 9]
-    for each in held:
-        assert torch.equal(each.item.rows[0, :1], each.item.rows[-1, -1:])
-        each.drop()
+    for rows in held:
+        assert torch.equal(rows.item.rows[0, :1], rows.item.rows[-1, -1:])
+        rows.drop()
 
 
 async def test_p14_memory_returns_after_eviction_and_no_view_pins_a_batch(host_only: EmbeddingStore) -> None:
@@ -226,17 +225,17 @@ async def test_p21_a_read_ends_the_protection(host_only: EmbeddingStore) -> None
     for name in range(4):
         land(host_only, name)
     held = hold(host_only, 0)
-    place = held.announce()
+    location = held.announce()
     held.drop()
-    host_only.touch("", key_of(0), place.generation + 2)
-    host_only.touch("other", key_of(0), place.generation)
+    host_only.touch("", key_of(0), location.generation + 2)
+    host_only.touch("other", key_of(0), location.generation)
     assert host_only.num_unread() == 1, "another generation, another namespace"
-    host_only.touch("", key_of(0), place.generation)
+    host_only.touch("", key_of(0), location.generation)
     assert host_only.num_unread() == 0
     land(host_only, 4)
     assert resident(host_only, range(5)) == [0, 2, 3, 4], "a read is a use"
     land(host_only, 5, num_rows=16)
-    host_only.touch("", key_of(0), place.generation)
+    host_only.touch("", key_of(0), location.generation)
     assert host_only.num_unread_evictions == 0
 
 
@@ -254,26 +253,27 @@ async def test_p21_the_protection_ends_with_its_time(host_only: EmbeddingStore, 
     assert host_only.num_unread_evictions == 0
 
 
-async def test_a_place_names_the_rows(host_only: EmbeddingStore) -> None:
+async def test_a_location_names_the_rows(host_only: EmbeddingStore) -> None:
     land(host_only, 1)
     land(host_only, 2)
     held = hold(host_only, 2)
-    place = held.announce()
+    location = held.announce()
     ((_, arena),) = host_only.arenas()
-    assert (place.arena_id, place.instance, place.tier) == (arena.arena_id, arena.instance, "host")
-    assert place.generation % 2 == 1
-    start = arena._memory.tensor.data_ptr()
-    assert place.offset_bytes == held.item.rows.data_ptr() - start
+    assert (location.arena_id, location.instance, location.tier) == (arena.arena_id, arena.instance, "host")
+    assert location.generation % 2 == 1
+    with reader_of(arena) as reader:
+        rows = reader.data[location.offset_bytes : location.offset_bytes + ITEM_BYTES]
+    assert rows == rows_of(2).numpy().tobytes()
     held.drop()
     with pytest.raises(InternalError):
         PinnedRows(held.item).announce()
     with pytest.raises(InternalError):
         held.share()
-    assert host_only.max_place_bytes("host") == ITEM_BYTES
-    assert host_only.max_place_bytes("device") == 0
+    assert host_only.max_announced_bytes("host") == ITEM_BYTES
+    assert host_only.max_announced_bytes("device") == 0
 
 
-async def test_clips_with_timestamps_have_a_place_and_no_listing(host_only: EmbeddingStore) -> None:
+async def test_clips_with_timestamps_have_a_location_and_no_listing(host_only: EmbeddingStore) -> None:
     reservation = host_only.reserve("", expected(1, clip=ClipFacts((0.5, 1.0))))
     assert reservation is not None
     held = host_only.commit(reservation)
@@ -315,7 +315,7 @@ async def test_rows_with_a_copy_on_the_host_are_evicted_first(
     store: EmbeddingStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing is lost while something can be evicted without a loss."""
-    monkeypatch.setattr(embedding_store, "LOOK_SHARE", 10.0)  # nothing is copied ahead
+    monkeypatch.setattr(embedding_store, "RECHECK_SHARE", 10.0)  # nothing is copied ahead
     for name in range(4):
         land(store, name)
     copied = await store.ensure_tier(hold(store, 3), "", "host")
@@ -328,7 +328,7 @@ async def test_rows_with_a_copy_on_the_host_are_evicted_first(
 async def test_p21_announced_rows_on_the_device_are_evicted_after_rows_that_only_the_device_has(
     store: EmbeddingStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(embedding_store, "LOOK_SHARE", 10.0)  # nothing is copied ahead
+    monkeypatch.setattr(embedding_store, "RECHECK_SHARE", 10.0)  # nothing is copied ahead
     for name in range(4):
         land(store, name)
     for name in (0, 1):
@@ -404,8 +404,8 @@ async def test_without_room_a_reader_on_the_host_gets_a_private_copy() -> None:
 
 
 async def test_rows_of_their_own_are_kept_where_there_is_room(store: EmbeddingStore) -> None:
-    given = EncodedItem(key_of(1), bytes(32), expected(1).grid, rows_of(1), 1)
-    held = await store.insert("", given)
+    item = EncodedItem(key_of(1), bytes(32), expected(1).grid, rows_of(1), 1)
+    held = await store.insert("", item)
     assert held.tier == "device"
     assert torch.equal(held.item.rows, rows_of(1))
     held.drop()
@@ -416,40 +416,46 @@ async def test_rows_of_their_own_are_kept_where_there_is_room(store: EmbeddingSt
     held.drop()
 
 
-def hold_up_copies(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """The event for which copies wait from now on."""
-    go_on, copy_all = threading.Event(), Copier._copy_all
+class HeldCopies:
+    """From now on, copies of tensors wait on their thread for ``go_on``."""
 
-    def slow(self: Copier, pairs: Any) -> None:
-        go_on.wait(5)
-        copy_all(self, pairs)
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.started, self.go_on, self.ended = (threading.Event() for _ in range(3))
+        self.timed_out = False
+        copy = torch.Tensor.copy_
 
-    monkeypatch.setattr(Copier, "_copy_all", slow)
-    return go_on
+        def held(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+            self.started.set()
+            self.timed_out = not self.go_on.wait(10)
+            copy(target, source, non_blocking)
+            self.ended.set()
+            return target
+
+        monkeypatch.setattr(torch.Tensor, "copy_", held)
 
 
 async def test_a_cancelled_reader_holds_nothing_and_stops_nobody(
     store: EmbeddingStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     land(store, 1)
-    go_on = hold_up_copies(monkeypatch)
+    copies = HeldCopies(monkeypatch)
     leaving = asyncio.create_task(store.ensure_tier(hold(store, 1), "", "host"))
     staying = asyncio.create_task(store.ensure_tier(hold(store, 1), "", "host"))
     await asyncio.sleep(0)
     leaving.cancel()
     with pytest.raises(asyncio.CancelledError):
         await leaving
-    go_on.set()
+    copies.go_on.set()
     held = await staying
     assert torch.equal(held.item.rows, rows_of(1))
     held.drop()
 
 
 def fail_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(self: Copier, pairs: Any) -> None:
+    def fail(*_: object) -> None:
         raise RuntimeError("the device is gone")
 
-    monkeypatch.setattr(Copier, "_copy_all", fail)
+    monkeypatch.setattr(torch.Tensor, "copy_", fail)
 
 
 async def test_after_a_failed_copy_neither_end_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -467,7 +473,7 @@ async def test_after_a_failed_copy_neither_end_is_used_again(monkeypatch: pytest
     assert [str(error) for error in errors] == ["the device is gone"]
     (_, device), (_, host) = store.arenas()
     assert (len(device), len(host)) == (1, 1)
-    (slot,) = device._holders
+    (slot,) = device.slots()
     assert device.num_holders(slot) == 2, "the entry and the copy that may still read"
     assert land(store, 2), "the device has not failed"
     store.close()
@@ -498,7 +504,7 @@ async def test_a_reader_that_leaves_does_not_end_its_private_copy(monkeypatch: p
         land(store, name)
     await settle(store)
     blocking = await store.ensure_tier(hold(store, 1), "", "host")
-    go_on = hold_up_copies(monkeypatch)
+    copies = HeldCopies(monkeypatch)
     leaving = asyncio.create_task(store.ensure_tier(hold(store, 0), "", "host"))
     for _ in range(3):
         await asyncio.sleep(0)
@@ -506,10 +512,10 @@ async def test_a_reader_that_leaves_does_not_end_its_private_copy(monkeypatch: p
     with pytest.raises(asyncio.CancelledError):
         await leaving
     (_, device), _ = store.arenas()
-    assert sorted(device._holders.values()) == [1, 2], "the entries, and the copy"
-    go_on.set()
+    assert sorted(map(device.num_holders, device.slots())) == [1, 2], "the entries, and the copy"
+    copies.go_on.set()
     await settle(store)
-    assert sorted(device._holders.values()) == [1, 1]
+    assert sorted(map(device.num_holders, device.slots())) == [1, 1]
     blocking.drop()
     store.close()
 
@@ -533,39 +539,31 @@ async def test_a_failed_private_copy_is_given_to_no_reader(monkeypatch: pytest.M
 async def test_rows_that_cannot_be_copied_are_kept_as_they_are(
     store: EmbeddingStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = EncodedItem(key_of(1), bytes(32), expected(1).grid, rows_of(1), 1)
+    item = EncodedItem(key_of(1), bytes(32), expected(1).grid, rows_of(1), 1)
     with monkeypatch.context() as patched:
         fail_copies(patched)
-        held = await store.insert("", given)
+        held = await store.insert("", item)
     assert held.tier is None
-    assert held.item is given
+    assert held.item is item
     (_, device), _ = store.arenas()
-    for slot in list(device._holders):
-        device.drop(slot)  # what the copy may still write to
+    for slot in device.slots():
+        device.drop(slot)  # the copy may still write to it
 
 
 def test_a_copy_that_hangs_does_not_hold_up_the_end_of_the_event_loop(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    go_on, timed_out = threading.Event(), list[bool]()
-
-    def hang(self: Copier, pairs: Any) -> None:
-        timed_out.append(not go_on.wait(10))
-
-    monkeypatch.setattr(Copier, "_copy_all", hang)
-
-    async def serve() -> EmbeddingStore:
+    async def serve() -> tuple[EmbeddingStore, HeldCopies]:
         store = store_of(16, 4)
         land(store, 1)
+        copies = HeldCopies(monkeypatch)
         asyncio.create_task(store.ensure_tier(hold(store, 1), "", "host"))  # noqa: RUF006
-        await asyncio.sleep(0.05)
-        return store
+        await asyncio.to_thread(copies.started.wait, 5)
+        return store, copies
 
-    try:
-        store = asyncio.run(serve())
-        assert not timed_out
-    finally:
-        go_on.set()
+    store, copies = asyncio.run(serve())
+    assert not copies.timed_out
+    copies.go_on.set()
     (_, device), (_, host) = store.arenas()
     assert (len(device), len(host)) == (1, 1), "both ends of the copy stay held"
     store.close()
@@ -584,9 +582,9 @@ async def test_p18_an_isolated_namespace_has_arenas_of_its_own() -> None:
     assert resident(store, range(8)) == []
     land(store, 7)
     held = hold(store, 7, "tenant")
-    place = held.announce()
+    location = held.announce()
     held.drop()
-    assert place.arena_id in {arena.arena_id for name, arena in store.arenas() if name == "tenant"}
+    assert location.arena_id in {arena.arena_id for name, arena in store.arenas() if name == "tenant"}
     await settle(store)
     check_store(store)
     store.close()
@@ -596,19 +594,13 @@ async def test_close_waits_for_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     store = store_of(16, 64)
     for name in (1, 2):
         land(store, name)
-    started, copy_all, ended = threading.Event(), Copier._copy_all, threading.Event()
-
-    def slow(self: Copier, pairs: Any) -> None:
-        started.set()
-        copy_all(self, pairs)
-        ended.set()
-
-    monkeypatch.setattr(Copier, "_copy_all", slow)
+    copies = HeldCopies(monkeypatch)
     reading = asyncio.create_task(store.ensure_tier(hold(store, 1), "", "host"))
-    await asyncio.to_thread(started.wait, 5)
+    await asyncio.to_thread(copies.started.wait, 5)
     store.freeze()
+    asyncio.get_running_loop().call_later(0.02, copies.go_on.set)
     await asyncio.to_thread(store.wait_for_copies)
-    assert ended.is_set()
+    assert copies.ended.is_set()
     (await reading).drop()
     assert not land(store, 3), "nothing is reserved any more"
     with pytest.raises(Draining):

@@ -31,7 +31,8 @@ async def test_p14_p17_p18_p21_random_operations(seed: int) -> None:
     right rows. Bytes and holds agree, and nothing stays held at the end."""
     chance, clock = random.Random(seed), Clock()
     store = store_of(32, 16, isolated=("tenant",), clock=clock, max_private_bytes=1 << 16)
-    readers = [(owner, arena, reader_of(arena)) for owner, arena in store.arenas()]
+    tiers_of_all = [tier for owner in ("", "tenant") for tier in store.partition(owner).tiers()]
+    readers = [(tier, reader_of(tier.arena)) for tier in tiers_of_all]
     held: list[tuple[PinnedRows, int, str]] = []
     reserved: list[tuple[Reservation, int]] = []
     for _ in range(500):
@@ -49,40 +50,37 @@ async def test_p14_p17_p18_p21_random_operations(seed: int) -> None:
                 else:
                     held.append((store.commit(reservation), written, reservation.namespace))
             case 4:
-                found = store.hold(namespace, key_of(name))
-                if found is not None:
-                    held.append((found, name, namespace))
+                rows = store.hold(namespace, key_of(name))
+                if rows is not None:
+                    held.append((rows, name, namespace))
             case 5 if held:
                 held.pop(chance.randrange(len(held)))[0].drop()
             case 6 if held:
-                one, of, space = held.pop(chance.randrange(len(held)))
+                rows, content, space = held.pop(chance.randrange(len(held)))
                 tiers: tuple[TierName, ...] = ("host", "device")
-                held.append((await store.ensure_tier(one, space, chance.choice(tiers)), of, space))
+                rows = await store.ensure_tier(rows, space, chance.choice(tiers))
+                held.append((rows, content, space))
             case 7 if held:
-                one, _, space = chance.choice(held)
-                if one.tier is not None:
-                    place = one.announce()
+                rows, _, space = chance.choice(held)
+                if rows.tier is not None:
+                    location = rows.announce()
                     if chance.random() < 0.5:
-                        store.touch(space, one.item.key, place.generation)
+                        store.touch(space, rows.item.key, location.generation)
                 clock.now_s += chance.random() * 8
                 await asyncio.sleep(0)
         while len(held) > 12:
             held.pop(0)[0].drop()
         check_store(store)
-        for one, of, _ in held:
-            assert torch.equal(one.item.rows, content_of(of))
-        for owner, arena, reader in readers:
-            partition = store._partitions[owner]
-            entry = next(tier for tier in partition.tiers() if tier.arena is arena).find(
-                (namespace, key_of(name))
-            )
+        for rows, content, _ in held:
+            assert torch.equal(rows.item.rows, content_of(content))
+        for tier, reader in readers:
             record = reader.find(namespace, key_of(name))
-            assert (record is None) == (entry is None)
+            assert (record is None) == (tier.find((namespace, key_of(name))) is None)
             if record is not None:
-                assert store._partition(namespace) is partition
+                assert tier in store.partition(namespace).tiers()
                 assert reader.read(record) == content_of(name).numpy().tobytes()
-    for one, _, _ in held:
-        one.drop()
+    for rows, _, _ in held:
+        rows.drop()
     for reservation, _ in reserved:
         store.cancel(reservation)
     await settle(store)
@@ -90,13 +88,11 @@ async def test_p14_p17_p18_p21_random_operations(seed: int) -> None:
     counters = store.counters
     assert min(store.num_evictions, counters.copies_to_host) > 0
     assert counters.copies_to_device > 0 or seed > 2, "the first seeds copy to the device too"
-    for owner, arena, reader in readers:
-        assert len(arena) == sum(
-            len(tier) for tier in store._partitions[owner].tiers() if tier.arena is arena
-        )
+    for tier, reader in readers:
+        assert len(tier.arena) == len(tier)
         assert not reader.closed
     store.close()
     check_store(store)
-    for _, _, reader in readers:
+    for _, reader in readers:
         assert reader.closed
         reader.__exit__(None, None, None)
