@@ -17,6 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from bench.harness.waiting import wait_until
 from encoder_service.engine.device import DeviceEngine
+from encoder_service.engine.launch import Launched, TowerLauncher
 from encoder_service.errors import ConfigurationError, StartupError
 from encoder_service.types import EncodedItem, Item
 from lm_adapter import (
@@ -102,20 +103,6 @@ def test_p15_p25_many_clients_one_encode_each(service: RunningService) -> None:
     assert figures(service)["ve_encoded_items_total"] - before == 8
 
 
-def slow_tower(service: RunningService, gate: threading.Event) -> DeviceEngine:
-    """Makes the service's engine wait for ``gate`` before every forward."""
-    engine = service.service.engine
-    assert engine is not None
-    original = engine._launcher.launch
-
-    def wait_then_run(*arguments: object) -> object:
-        assert gate.wait(60)
-        return original(*arguments)  # type: ignore[arg-type]
-
-    engine._launcher.launch = wait_then_run  # type: ignore[method-assign, assignment]
-    return engine
-
-
 def test_a_defect_in_one_prefetched_item_is_that_items(
     service: RunningService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -198,11 +185,17 @@ def test_admin_plane(service: RunningService, client: VisionEncoderClient) -> No
 
 
 def test_p27_p36_not_ready_before_the_warm_up_is_done_and_never_behind_a_busy_device(
-    checkpoints: dict[str, Path], device: torch.device
+    checkpoints: dict[str, Path], device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = threading.Event()
     with running(checkpoints["qwen3_vl"], device) as found:
-        slow_tower(found, gate)
+        launch = TowerLauncher.launch
+
+        def wait_then_launch(*arguments: Any) -> Launched:
+            assert gate.wait(60)
+            return launch(*arguments)
+
+        monkeypatch.setattr(TowerLauncher, "launch", wait_then_launch)
         base = f"http://{found.service.addresses['admin']}"
         with VisionEncoderClient(found.target, timeout_s=60) as client, ThreadPoolExecutor(1) as pool:
             pending = pool.submit(client.encode_one, ImageItem(photo()))
@@ -218,16 +211,14 @@ def test_p27_p36_not_ready_before_the_warm_up_is_done_and_never_behind_a_busy_de
 
 
 def test_p32_p36_a_device_fault_tells_callers_at_once_and_leaves_service(
-    checkpoints: dict[str, Path], device: torch.device
+    checkpoints: dict[str, Path], device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with running(checkpoints["qwen3_vl"], device) as found:
-        engine = found.service.engine
-        assert engine is not None
 
-        def broken(*arguments: object) -> object:
+        def broken(*_: object) -> None:
             raise torch.AcceleratorError("CUDA error: unspecified launch failure")
 
-        engine._launcher.launch = broken  # type: ignore[method-assign, assignment]
+        monkeypatch.setattr(TowerLauncher, "launch", broken)
         with VisionEncoderClient(found.target, timeout_s=30) as client:
             (failed,) = client.encode([ImageItem(photo())])
         assert isinstance(failed, ItemFailed)
