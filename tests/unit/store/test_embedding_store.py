@@ -470,6 +470,7 @@ async def test_after_a_failed_copy_neither_end_is_used_again(monkeypatch: pytest
     fail_copies(monkeypatch)
     with pytest.raises(RuntimeError):
         await store.ensure_tier(hold(store, 1), "", "host")
+    monkeypatch.undo()
     assert [str(error) for error in errors] == ["the device is gone"]
     (_, device), (_, host) = store.arenas()
     assert (len(device), len(host)) == (1, 1)
