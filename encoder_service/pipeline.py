@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 import structlog
 import torch
@@ -72,13 +73,15 @@ INLINE_BYTES = 256 * 1024
 
 @dataclass(frozen=True)
 class ServedModel:
-    """The one model of this process. fingerprint: of the vision weights and the sizes."""
+    """The one model of this process. fingerprint: of the vision weights and the sizes. folder: the
+    checkpoint's."""
 
     name: str
     family: str
     fingerprint: bytes
     tower: Tower
     preprocessor: Preprocessor
+    folder: Path
 
 
 @dataclass(frozen=True)

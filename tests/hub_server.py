@@ -48,6 +48,9 @@ class Server(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.hub, self.name = hub, name
 
+    def handle_error(self, *_: object) -> None:
+        """Of clients that have gone."""
+
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_port}"
@@ -188,5 +191,3 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.write(body[:cut])
         if cut is not None:
             self.close_connection = True
-
-

@@ -1,6 +1,6 @@
 """Checkpoints of the model hub: a folder in the cache with only what a tower needs.
 
-Owns ids, the files and byte ranges that are fetched, the folder in the cache, and errors that say what to do.
+Owns the files and byte ranges that are fetched, the folder in the cache, and errors that say what to do.
 ``huggingface_hub`` owns the cache, the token, the endpoint and offline mode, each by its own variables;
 ``towers.checkpoint`` says which tensors are vision tensors; ``vision_file`` lays them out in one file.
 
@@ -38,7 +38,7 @@ from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
     HFValidationError,
-    HTTPError,  # type: ignore[attr-defined]  # of httpx or of httpx2, as huggingface_hub's version has it
+    HTTPError,  # httpx's or httpx2's: huggingface_hub 2 changed to the latter
     LocalEntryNotFoundError,
     OfflineModeIsEnabled,
     RemoteEntryNotFoundError,
@@ -50,6 +50,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
 from encoder_service import __version__
+from encoder_service.checkpoints.hub_id import HubId
 from encoder_service.checkpoints.vision_file import Shard, StoredTensor, VisionFile, read_header
 from encoder_service.errors import CheckpointError
 from encoder_service.ingest.settings import PREPROCESSOR_FILE, PROCESSOR_FILE, VIDEO_PREPROCESSOR_FILE
@@ -72,53 +73,18 @@ log = structlog.get_logger(__name__)
 LIBRARY = "vision-encoder"
 # Settings of the processors. A checkpoint has some of them.
 SETTINGS_FILES = (PREPROCESSOR_FILE, VIDEO_PREPROCESSOR_FILE, PROCESSOR_FILE)
-CHUNK_BYTES = 1 << 20
 # Without a byte for this long a transfer counts as broken.
 TIMEOUT_S = 30.0
 # Failures in a row, without a byte in between, until a transfer is given up. Pauses double, from one second.
 MAX_FAILURES = 6
 REPORT_EVERY_S = 10.0
 
-HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>[^@\s]+))?", re.ASCII)
 COMMIT = re.compile(r"[0-9a-f]{40}")
 SHA256 = re.compile(r"[0-9a-f]{64}")
 
 Result = TypeVar("Result")
 # What a request to the hub raises, apart from programming errors.
 REQUEST_ERRORS = (HTTPError, OfflineModeIsEnabled, LocalEntryNotFoundError, HFValidationError)
-
-
-@dataclass(frozen=True)
-class HubId:
-    """A model on the hub. repo: ORG/NAME. revision: a branch, a tag or a commit."""
-
-    repo: str
-    revision: str
-
-    def __str__(self) -> str:
-        return f"{self.repo}@{self.revision}"
-
-    @property
-    def name(self) -> str:
-        return self.repo.partition("/")[2]
-
-
-def hub_id(model: Path) -> HubId | None:
-    """The id that a value of ``--model`` is, or None for a folder's path: what exists, or is no
-    ORG/NAME[@REVISION]."""
-    found = HUB_ID.fullmatch(str(model))
-    if found is None or model.exists():
-        return None
-    return HubId(found["repo"], found["revision"] or "main")
-
-
-def checkpoint_folder(model: Path, hub: Hub | None = None) -> Path:
-    """The folder of a checkpoint: ``model`` itself, or that of a hub id, whose missing files are fetched.
-
-    Raises CheckpointError, or a subclass for a checkpoint that no tower here can load.
-    """
-    found = hub_id(model)
-    return model if found is None else fetch(found, hub or Hub())
 
 
 @dataclass(frozen=True)
@@ -134,13 +100,11 @@ class Hub:
     pause: Callable[[float], None] = time.sleep
 
     def url(self, model: HubId, name: str) -> str:
-        return hf_hub_url(model.repo, name, revision=model.revision, endpoint=self.api.endpoint)
+        return str(hf_hub_url(model.repo, name, revision=model.revision, endpoint=self.api.endpoint))
 
     def cached(self, model: HubId, name: str) -> Path | None:
         """A file of the cache, without a request."""
-        path = try_to_load_from_cache(
-            model.repo, name, cache_dir=self.cache_dir, revision=model.revision
-        )
+        path = try_to_load_from_cache(model.repo, name, cache_dir=self.cache_dir, revision=model.revision)
         return Path(path) if isinstance(path, str) else None
 
     def file(self, model: HubId, name: str) -> Path:
@@ -182,7 +146,7 @@ class Hub:
                     " and give its folder"
                 )
             left = end - start
-            for piece in response.iter_raw(CHUNK_BYTES):
+            for piece in response.iter_raw():  # as it comes: a broken transfer keeps all of it
                 left -= len(piece)
                 if left < 0:
                     raise CheckpointError(f"{shard.url} sent {-left} bytes more than {needed}")
@@ -236,8 +200,12 @@ def check_digest(path: Path, url: str) -> None:
         )
 
 
-def fetch(model: HubId, hub: Hub) -> Path:
-    """The folder of a model, with its missing files fetched. Raises as ``checkpoint_folder``."""
+def fetch(model: HubId, hub: Hub | None = None) -> Path:
+    """The folder of a model's checkpoint. Files that are missing are fetched first.
+
+    Raises CheckpointError, also its subclasses for a checkpoint that no tower here can load.
+    """
+    hub = hub or Hub()
     disable_progress_bars()  # of the library, for small files
     try:
         return _fetch(model, hub)
@@ -250,11 +218,15 @@ def fetch(model: HubId, hub: Hub) -> Path:
 
 
 def _fetch(model: HubId, hub: Hub) -> Path:
-    config_file, unreachable = find_config(model, hub)
+    cached = hub.cached(model, CONFIG_FILE)
+    if cached is not None and COMMIT.fullmatch(model.revision):  # nothing newer to ask the hub for
+        folder, _ = folder_of(model, cached, hub)
+        if folder.is_dir():
+            return folder
+    config_file, unreachable = find_config(model, cached, hub)
     snapshot = config_file.parent
     commit = HubId(model.repo, snapshot.name)
-    config = parse_config(read_config(snapshot))[1]
-    folder = folder_of(commit, config, hub)
+    folder, config = folder_of(commit, config_file, hub)
     if folder.is_dir():
         return folder
     if unreachable is None:
@@ -278,12 +250,9 @@ def _fetch(model: HubId, hub: Hub) -> Path:
     return folder
 
 
-def find_config(model: HubId, hub: Hub) -> tuple[Path, Exception | None]:
-    """config.json in the cache of the model's newest commit, and why the hub could not be asked for it: then
-    it is that of the last commit that was fetched. Raises REQUEST_ERRORS."""
-    cached = hub.cached(model, CONFIG_FILE)
-    if cached is not None and COMMIT.fullmatch(model.revision):
-        return cached, None
+def find_config(model: HubId, cached: Path | None, hub: Hub) -> tuple[Path, Exception | None]:
+    """config.json, in the cache's folder of the model's newest commit. If the hub cannot be asked: the cached
+    one, and why. Raises REQUEST_ERRORS."""
     try:
         # Fails at once, where the download below would try for half a minute.
         hub.api.get_hf_file_metadata(url=hub.url(model, CONFIG_FILE))
@@ -294,15 +263,19 @@ def find_config(model: HubId, hub: Hub) -> tuple[Path, Exception | None]:
         if cached is None:
             raise
         if not isinstance(error, OfflineModeIsEnabled):
-            log.warning("the hub cannot be asked for a newer commit", model=str(model), error=first_line(error))
+            log.warning(
+                "the hub cannot be asked for a newer commit", model=str(model), error=first_line(error)
+            )
         return cached, error
 
 
-def folder_of(commit: HubId, config: VisionConfig, hub: Hub) -> Path:
-    """The folder of a commit's tensors. Its parent exists."""
+def folder_of(commit: HubId, config_file: Path, hub: Hub) -> tuple[Path, VisionConfig]:
+    """The folder of a commit's tensors, and the tower's sizes. The folder's parent exists."""
+    config = parse_config(read_config(config_file.parent))[1]
     tensors = sorted((tensor.name, tensor.shape) for tensor in config.published_tensors())
     selection = hashlib.sha256(json.dumps([config.prefixes, tensors]).encode()).hexdigest()[:12]
-    return cached_assets_path(LIBRARY, commit.repo, commit.revision, assets_dir=hub.assets_dir) / selection
+    parent = cached_assets_path(LIBRARY, commit.repo, commit.revision, assets_dir=hub.assets_dir)
+    return Path(parent, selection), config
 
 
 def has_weights(snapshot: Path, config: VisionConfig) -> bool:
@@ -332,7 +305,7 @@ def fetch_tensors(commit: HubId, config: VisionConfig, snapshot: Path, target: P
     stored, headers = remote_tensors(commit, config, snapshot, hub)
     layout = VisionFile(stored)
     target.touch()
-    with target.open("r+b", buffering=0) as file:
+    with target.open("r+b") as file:
         length = layout.continue_at(file)
         free = shutil.disk_usage(target.parent).free
         if free < layout.num_bytes - length:
@@ -342,6 +315,7 @@ def fetch_tensors(commit: HubId, config: VisionConfig, snapshot: Path, target: P
             )
         with shown_progress(str(commit), layout.num_bytes) as show:
             append(layout, file, hub, show)
+        file.flush()
         os.fsync(file.fileno())
     try:
         layout.check_digests(target, headers)
@@ -358,12 +332,14 @@ def append(layout: VisionFile, file: BinaryIO, hub: Hub, show: Callable[[int], N
 
     def append_rest() -> None:
         for shard, start, end in layout.missing(length()):
-            expected = length() + end - start
+            position = length()
+            expected = position + end - start
             for piece in hub.read(shard, start, end):
                 file.write(piece)
-                show(length())
-            if length() != expected:
-                raise HTTPError(f"{shard.url} ended {expected - length()} bytes early")
+                position += len(piece)
+                show(position)
+            if position != expected:
+                raise HTTPError(f"{shard.url} ended {expected - position} bytes early")
 
     hub.retried(append_rest, length)
 

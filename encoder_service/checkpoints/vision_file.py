@@ -13,7 +13,7 @@ import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from encoder_service.errors import CheckpointError
 
@@ -79,10 +79,10 @@ def read_header(shard: Shard, read: Callable[[int, int], bytes]) -> tuple[bytes,
     return length + text, tensors
 
 
-def _stored(shard: Shard, data_start: int, entry: Mapping[str, object]) -> StoredTensor:
+def _stored(shard: Shard, data_start: int, entry: Mapping[str, Any]) -> StoredTensor:
     """Raises ValueError, TypeError or KeyError for an entry that is none."""
-    dtype, shape, (first, last) = entry["dtype"], entry["shape"], entry["data_offsets"]  # type: ignore[misc]
-    shape = tuple(int(side) for side in shape)  # type: ignore[attr-defined]
+    dtype, (first, last) = entry["dtype"], entry["data_offsets"]
+    shape = tuple(int(side) for side in entry["shape"])
     if not (type(first) is type(last) is int and 0 <= first <= last):
         raise ValueError(f"a tensor from byte {first} to {last}")
     if dtype in ITEM_BYTES and math.prod(shape) * ITEM_BYTES[dtype] != last - first:

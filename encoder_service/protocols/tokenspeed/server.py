@@ -165,10 +165,10 @@ def inline_item(message: scheduler.MultimodalItem, modality: Modality, grid: Gri
     return Item(modality, PixelValues(pixels, grid), message.content_hash or None)
 
 
-def model_info(settings: Settings, pipeline: Pipeline) -> scheduler.GetModelInfoResponse:
+def model_info(pipeline: Pipeline) -> scheduler.GetModelInfoResponse:
     """What the gateway shows of the model and what it makes pixels for. Raises CheckpointError."""
-    tower = pipeline.model.tower
-    config = JsonReader.of_file(settings.model / "config.json").values
+    tower, folder = pipeline.model.tower, pipeline.model.folder
+    config = JsonReader.of_file(folder / "config.json").values
     text = config.get("text_config")
     text = text if isinstance(text, dict) else config
 
@@ -176,7 +176,7 @@ def model_info(settings: Settings, pipeline: Pipeline) -> scheduler.GetModelInfo
         found = text.get(name)
         return found if type(found) is int and 0 <= found < 1 << 31 else 0
 
-    architectures, path = config.get("architectures"), str(settings.model.resolve())
+    architectures, path = config.get("architectures"), str(folder.resolve())
     return scheduler.GetModelInfoResponse(
         model_path=path,
         tokenizer_path=path,
@@ -265,8 +265,8 @@ class TokenSpeedServer:
         """Takes work from now on. Raises CheckpointError."""
         assert self._mooncake is not None
         pipeline, segments = backend.pipeline, backend.segments
-        model = model_info(self._settings, pipeline)
-        server = self._server_info(segments)
+        model = model_info(pipeline)
+        server = self._server_info(model.model_path, segments)
         self._reader = ItemReader(self._admission, pipeline.workers.executor, segments)
         self._rooms.attach(pipeline, self._mooncake)
         self._pipeline = pipeline
@@ -411,12 +411,14 @@ class TokenSpeedServer:
             case found:
                 raise UnsupportedContent(f"pixels by {found or 'nothing'} are not taken, inline and shm are")
 
-    def _server_info(self, segments: PixelSegments | None) -> scheduler.GetServerInfoResponse:
+    def _server_info(
+        self, model_path: str, segments: PixelSegments | None
+    ) -> scheduler.GetServerInfoResponse:
         info = scheduler.GetServerInfoResponse()
         found: dict[str, str | int] = {
             "disaggregation_mode": "encode",
             "disaggregation_bootstrap_port": self._settings.tokenspeed_bootstrap_port,
-            "model_path": str(self._settings.model.resolve()),
+            "model_path": model_path,
         }
         if segments is not None and SEGMENT_PREFIX.startswith(segments.prefixes):
             # Equal to the gateway's: both see the same shared memory, and it may use it.

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 from encoder_service.engine.device import DeviceEngine
 from encoder_service.ingest.preprocessor import Preprocessor
@@ -53,7 +54,7 @@ class Rig:
         )
         self.workers = IngestWorkers(4, 2, 1 << 20)
         self.pipeline = Pipeline(
-            model=ServedModel("fake", "fake", b"m" * 32, self.tower, self.preprocessor),
+            model=ServedModel("fake", "fake", b"m" * 32, self.tower, self.preprocessor, Path("/m")),
             store=self.store,
             admission=Admission(max_patches=1366, max_bytes=4096),
             engine=self.engine,
