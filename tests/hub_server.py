@@ -53,7 +53,8 @@ class Server(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}"
+        # Names that differ: some versions of the library take one host on two ports for one server.
+        return f"http://{'127.0.0.1' if self.name == 'hub' else 'localhost'}:{self.server_port}"
 
 
 class FakeHub:
@@ -83,7 +84,7 @@ class FakeHub:
     def fetched(self) -> list[tuple[str, int]]:
         """The files whose weights were asked for, with the bytes of each range."""
         return [
-            (request.path.rpartition("/")[2], request.range[1] - request.range[0] + 1)
+            (request.path.partition("?")[0].rpartition("/")[2], request.range[1] - request.range[0] + 1)
             for request in self.requests
             if request.server == "cdn" and request.range is not None
         ]
@@ -126,7 +127,7 @@ class Handler(BaseHTTPRequestHandler):
         token = self.headers.get("Authorization")
         fake = self.server.hub
         fake.requests.append(Request(self.server.name, self.command, self.path, wanted, token))
-        parts = RESOLVE.fullmatch(self.path)
+        parts = RESOLVE.fullmatch(self.path.partition("?")[0])
         if parts is None:
             return self.send(404, {"X-Error-Code": "RepoNotFound"})
         model = fake.models.get(parts["repo"])
@@ -154,7 +155,7 @@ class Handler(BaseHTTPRequestHandler):
         linked = {
             "X-Linked-ETag": f'"{hashlib.sha256(content).hexdigest()}"',
             "X-Linked-Size": str(model.announced.get(name, len(content))),
-            "Location": self.server.hub.cdn.url + self.path,
+            "Location": f"{self.server.hub.cdn.url}{self.path}?Signature=s3cret",
         }
         return self.send(302, {**headers, **linked})
 

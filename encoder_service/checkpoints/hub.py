@@ -164,7 +164,7 @@ class Hub:
                 last = position()
                 if not is_transient(error) or failures == MAX_FAILURES:
                     raise
-                log.warning("a transfer broke off and is continued", error=first_line(error))
+                log.warning("a transfer broke off and is continued", error=cause(error))
                 self.pause(2.0 ** (failures - 1))
 
 
@@ -175,7 +175,11 @@ def is_transient(error: HTTPError) -> bool:
     return status in (408, 429) or status >= 500
 
 
-def first_line(error: BaseException) -> str:
+def cause(error: Exception) -> str:
+    """One line. A status stands without its URL, which may be signed for a content network."""
+    if isinstance(error, HfHubHTTPError):
+        text = f"status {error.response.status_code}"
+        return f"{text}, {error.server_message.splitlines()[0]}" if error.server_message else text
     return next(iter(str(error).strip().splitlines()), "") or type(error).__name__
 
 
@@ -213,7 +217,7 @@ def fetch(model: HubId, hub: Hub | None = None) -> Path:
         raise explained(error, model, hub) from error
     except OSError as error:
         raise CheckpointError(
-            f"{model} cannot be fetched into {cache_of(hub)}: {error.strerror or error}"
+            f"{model} cannot be written to {error.filename or cache_of(hub)}: {error.strerror or error}"
         ) from error
 
 
@@ -263,9 +267,7 @@ def find_config(model: HubId, cached: Path | None, hub: Hub) -> tuple[Path, Exce
         if cached is None:
             raise
         if not isinstance(error, OfflineModeIsEnabled):
-            log.warning(
-                "the hub cannot be asked for a newer commit", model=str(model), error=first_line(error)
-            )
+            log.warning("the hub cannot be asked for a newer commit", model=str(model), error=cause(error))
         return cached, error
 
 
@@ -432,15 +434,14 @@ def explained(error: Exception, model: HubId, hub: Hub) -> CheckpointError:
                 f" {model}` where {endpoint} can be reached"
             )
         case HfHubHTTPError():
-            text = (
-                f"{endpoint} refuses {model.repo} with status {error.response.status_code}"
-                f" ({first_line(error)}): check HF_TOKEN and HF_ENDPOINT"
-            )
+            is_refused = error.response.status_code in (401, 403)
+            advice = "check HF_TOKEN" if is_refused else "check HF_ENDPOINT, or try again later"
+            text = f"{endpoint} answers for {model.repo} with {cause(error)}: {advice}"
         case HFValidationError():
             text = f"there is no folder {model.repo} here, and a model on a hub cannot have the name: {error}"
         case _:
             text = (
                 f"there is no folder {model.repo} here, and {endpoint} cannot be asked for a model of that"
-                f" name: {first_line(error)}"
+                f" name: {cause(error)}"
             )
     return CheckpointError(text)

@@ -180,12 +180,13 @@ def test_a_fetch_that_failed_is_continued_by_the_next(fake: FakeHub, hub: Hub, p
 
 @pytest.mark.parametrize(("status", "tries"), [(403, 1), (404, 1), (429, MAX_FAILURES), (500, MAX_FAILURES)])
 def test_only_transient_answers_are_tried_again(
-    fake: FakeHub, hub: Hub, published: Path, status: int, tries: int
+    fake: FakeHub, hub: Hub, published: Path, status: int, tries: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fake.add(MODEL.repo, published)
     fake.faults = [("status", status)] * MAX_FAILURES
-    with pytest.raises(CheckpointError, match=f"status {status}"):
+    with pytest.raises(CheckpointError, match=f"status {status}") as raised:
         fetch(MODEL, hub)
+    assert "s3cret" not in raised.value.message + "".join(capsys.readouterr())
     assert len(fake.fetched()) == tries
 
 
