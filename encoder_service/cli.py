@@ -1,4 +1,4 @@
-"""The command line: serve, encode, info, health, make-checkpoint.
+"""The command line: serve, encode, info, health, download, make-checkpoint.
 
 Owns arguments, output and exit codes. A command imports what it needs when it runs, so that a probe stays
 quick. Tokens also come from the environment or a file, since every process of a host can read the arguments
@@ -13,6 +13,7 @@ import enum
 import functools
 import inspect
 import os
+import signal
 import sys
 import traceback
 from collections import Counter
@@ -450,7 +451,35 @@ def health(
     raise typer.Exit(0 if is_serving else EXIT_FAILED)
 
 
-# -- make-checkpoint -----------------------------------------------------------------------------------
+# -- download, make-checkpoint -------------------------------------------------------------------------
+
+
+@app.command()
+def download(
+    model: Annotated[str, typer.Argument(help="Model on the hub: ORG/NAME or ORG/NAME@REVISION.")],
+    revision: Annotated[str, typer.Option(help="Branch, tag or commit.")] = "",
+) -> None:
+    """Fetches a model's vision tensors and settings ahead of ``serve --model ORG/NAME``; prints their folder.
+
+    The cache, the token and the hub are those of HF_HOME, HF_TOKEN and HF_ENDPOINT."""
+    from encoder_service.checkpoints.hub_id import hub_id
+
+    found = hub_id(Path(f"{model}@{revision}" if revision else model))
+    if found is None:
+        fail(f"{model} is a folder here, or no model's id: needs ORG/NAME or ORG/NAME@REVISION")
+    # As a container's first process it would ignore a signal without a handler.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+
+    from encoder_service.checkpoints.hub import fetch
+    from encoder_service.errors import StartupError
+    from encoder_service.ops.logs import configure_logs
+
+    configure_logs("text", "info")
+    try:
+        folder = fetch(found)
+    except StartupError as error:
+        fail(error.message)
+    print(plain(str(folder)))
 
 
 class Family(enum.StrEnum):

@@ -101,6 +101,12 @@ ArenaSizes = Annotated[
 IsolatedArenas = Annotated[dict[str, ArenaSizes], NoDecode, BeforeValidator(split_named_values)]
 
 
+def keep_dot(value: object) -> object:
+    """A path that begins with a dot is a folder's and never a hub id. It is made absolute, since Path drops
+    the dot."""
+    return Path(value).absolute() if isinstance(value, str) and value.startswith(".") else value
+
+
 class Settings(BaseSettings):
     """Settings of one service process. Sizes are in bytes, times in the unit of the name."""
 
@@ -109,8 +115,12 @@ class Settings(BaseSettings):
     )
 
     # -- tower -----------------------------------------------------------------------------------------
-    model: Path = Field(description="Checkpoint directory in the hub's layout.")
-    model_name: str = Field("", description="Name that requests use; empty: the directory's name.")
+    model: Annotated[Path, BeforeValidator(keep_dot)] = Field(
+        description="Checkpoint folder in the hub's layout, or a hub id: ORG/NAME or ORG/NAME@REVISION."
+    )
+    model_name: str = Field(
+        "", description="Name that requests use; empty: the folder's name, or NAME of a hub id."
+    )
     device: str = Field("cpu", pattern=r"^(cpu|cuda(:\d+)?)$", description="torch device of the tower.")
     dtype: Literal["float32", "bfloat16"] | None = Field(
         None, description="Type of weights and rows; default bfloat16 on a GPU, float32 on the CPU."

@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 import structlog
 import torch
@@ -72,13 +73,14 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True)
 class ServedModel:
-    """The model of this process. fingerprint: of the vision weights and the sizes."""
+    """The model of this process. fingerprint: of the vision weights and the sizes. folder: of the checkpoint."""
 
     name: str
     family: str
     fingerprint: bytes
     tower: Tower
     preprocessor: Preprocessor
+    folder: Path
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from rich.progress import Progress
 
 from encoder_service.admin.gauges import register_segments
 from encoder_service.broker import Broker, BrokerLimits, broker_options
+from encoder_service.checkpoints.hub_id import HubId, hub_id
 from encoder_service.config import Settings
 from encoder_service.engine.device import DeviceEngine
 from encoder_service.engine.fast_path import build_graph_runner
@@ -98,7 +99,8 @@ def start_broker(
 
 
 def load_model(settings: Settings) -> ServedModel:
-    """The checkpoint's tower and preprocessor. Raises StartupError; runs on a worker thread."""
+    """The checkpoint's tower and preprocessor. Raises StartupError; runs on a worker thread. Files of a hub
+    id that are missing are fetched first."""
     device = torch.device(settings.device)
     if device.type == "cuda":
         if not torch.cuda.is_available():
@@ -109,23 +111,33 @@ def load_model(settings: Settings) -> ServedModel:
             )
     default = torch.bfloat16 if device.type == "cuda" else torch.float32
     dtype = default if settings.dtype is None else getattr(torch, settings.dtype)
-    loaded = load_tower(settings.model, device=device, dtype=dtype)
+    model = hub_id(settings.model)
+    folder = settings.model if model is None else fetched(model)
+    loaded = load_tower(folder, device=device, dtype=dtype)
     limits = DecodeLimits(settings.max_encoded_bytes, settings.max_image_pixels)
     clips = clip_limits(settings, settings.max_image_pixels, settings.ingest_threads or usable_cores())
-    preprocessor = load_preprocessor(settings.model, loaded.tower.family, limits, clips, settings.transparent)
+    preprocessor = load_preprocessor(folder, loaded.tower.family, limits, clips, settings.transparent)
     if preprocessor.patch_dim != loaded.tower.patch_dim:
         raise ConfigurationError(
             f"{settings.model}: the processor makes patches of {preprocessor.patch_dim} elements, the tower "
             f"takes {loaded.tower.patch_dim}"
         )
-    name = settings.model_name or settings.model.resolve().name
+    name = settings.model_name or (folder.resolve().name if model is None else model.name)
     return ServedModel(
         name,
         loaded.tower.family,
         loaded.fingerprint,
         loaded.tower,
         preprocessor,
+        folder,
     )
+
+
+def fetched(model: HubId) -> Path:
+    """The folder of the model's checkpoint. Raises CheckpointError."""
+    from encoder_service.checkpoints.hub import fetch  # takes half a second, which a folder does not need
+
+    return fetch(model)
 
 
 def capture_graphs(model: ServedModel, settings: Settings) -> GraphRunner | None:

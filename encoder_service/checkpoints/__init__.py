@@ -1,1 +1,1 @@
-"""Checkpoint folders. ``synthetic`` writes random ones in the layout of the published ones."""
+"""Checkpoint folders. ``hub`` fetches published ones, ``synthetic`` writes random ones in their layout."""

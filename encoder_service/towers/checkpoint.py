@@ -14,7 +14,7 @@ import struct
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from blake3 import blake3
@@ -41,6 +41,9 @@ FINGERPRINT_TAG = b"vision_encoder.model.v1"
 STORED_DTYPES = ("F32", "BF16", "F16")
 # Error texts name this many tensors and count the rest.
 MAX_NAMED = 8
+
+# A vision tensor, its name as stored, and its file.
+Selected: TypeAlias = tuple[PublishedTensor, str, Path]
 
 
 def read_config(path: Path) -> Mapping[str, object]:
@@ -83,26 +86,36 @@ def vision_tensors(path: Path, config: VisionConfig) -> Iterator[tuple[Published
     Raises CheckpointError (files), MissingTensors, UnexpectedTensors, MismatchedTensors. All of them are
     raised from the headers, before the first tensor is read.
     """
-    published = sorted(config.published_tensors(), key=lambda tensor: tensor.name)
-    located = locate(tensor_files(path), config.prefixes)
-    check_names({tensor.name for tensor in published}, located.keys(), path)
+    selected = select_tensors(tensor_files(path), config, path)
     with ExitStack() as stack:
-        handles = {file: open_file(file, stack) for file in sorted({file for _, file in located.values()})}
-        held = {file: set(handle.keys()) for file, handle in handles.items()}
-        absent = [f"{name} (in {file.name})" for name, file in located.values() if name not in held[file]]
-        if absent:
-            raise MissingTensors(
-                f"checkpoint {path}: the index names {len(absent)} vision tensors that their files lack:"
-                f" {listing(absent)}",
-                count=len(absent),
-            )
-        stored = [(tensor, *located[tensor.name]) for tensor in published]
-        check_shapes([(tensor, name, handles[file].get_slice(name)) for tensor, name, file in stored], path)
-        for tensor, name, file in stored:
+        handles = {file: open_file(file, stack) for file in sorted({file for *_, file in selected})}
+        check_held(selected, {file: set(handle.keys()) for file, handle in handles.items()}, path)
+        check_shapes([(tensor, name, handles[file].get_slice(name)) for tensor, name, file in selected], path)
+        for tensor, name, file in selected:
             yield tensor, handles[file].get_tensor(name)
 
 
-def check_shapes(stored: Sequence[tuple[PublishedTensor, str, Any]], path: Path) -> None:
+def select_tensors(files: Mapping[str, Path], config: VisionConfig, path: object) -> list[Selected]:
+    """The vision tensors of a checkpoint, ordered by name. files: by the name of each tensor, as in an index.
+    path: names the checkpoint in errors. Raises MissingTensors, UnexpectedTensors."""
+    published = sorted(config.published_tensors(), key=lambda tensor: tensor.name)
+    located = locate(files, config.prefixes)
+    check_names({tensor.name for tensor in published}, located.keys(), path)
+    return [(tensor, *located[tensor.name]) for tensor in published]
+
+
+def check_held(selected: Sequence[Selected], held: Mapping[Path, Set[str]], path: object) -> None:
+    """held: the tensors that each file has. Raises MissingTensors for an index that names others."""
+    absent = [f"{name} (in {file.name})" for _, name, file in selected if name not in held[file]]
+    if absent:
+        raise MissingTensors(
+            f"checkpoint {path}: the index names {len(absent)} vision tensors that their files lack:"
+            f" {listing(absent)}",
+            count=len(absent),
+        )
+
+
+def check_shapes(stored: Sequence[tuple[PublishedTensor, str, Any]], path: object) -> None:
     """stored: each tensor with its name in the file and its header in the file. Raises MismatchedTensors for
     a shape or dtype that does not fit."""
     wrong = []
@@ -142,7 +155,7 @@ def locate(files: Mapping[str, Path], prefixes: Sequence[tuple[str, ...]]) -> di
     return located
 
 
-def check_names(needed: Set[str], found: Set[str], path: Path) -> None:
+def check_names(needed: Set[str], found: Set[str], path: object) -> None:
     """Raises MissingTensors or UnexpectedTensors, with names and count."""
     if missing := sorted(needed - found):
         raise MissingTensors(

@@ -96,6 +96,7 @@ DISTRIBUTION_OF = {
     "PIL": "pillow",
     "google": "protobuf",
     "grpc": "grpcio",
+    "huggingface_hub": "huggingface-hub",
     "grpc_health": "grpcio-health-checking",
     "grpc_reflection": "grpcio-reflection",
     "mooncake": "mooncake-transfer-engine-non-cuda",

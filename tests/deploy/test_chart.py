@@ -50,10 +50,7 @@ RESTRICTED = {
     "readOnlyRootFilesystem": True,
     "capabilities": {"drop": ["ALL"]},
 }
-SUMS = f"{64 * 'a'}  config.json\n"
-FETCH: Object = {
-    "weights": {"source": "fetch", "fetch": {"baseUrl": "https://w.example.com/c", "sums": SUMS}}
-}
+HUB_MODEL = {"VE_MODEL": "acme/Seeing-8B@v1"}
 EVERYTHING: Object = {
     "monitoring": {"enabled": True},
     "gateway": {"enabled": True},
@@ -61,7 +58,8 @@ EVERYTHING: Object = {
     "tls": {"enabled": True},
     "tokens": {"enabled": True, "file": "a=1\n", "admin": "9"},
     "autoscaling": {"kind": "keda"},
-    **FETCH,
+    "weights": {"source": "hub"},
+    "settings": HUB_MODEL,
 }
 
 
@@ -189,7 +187,7 @@ def test_settings_reach_the_pod_as_written_and_a_change_rolls_it() -> None:
         ({"broker": {"enabled": True}, "settings": {"VE_BROKER_PATH": "/x"}}, "from the pod's name"),
         ({"settings": {"VE_LISTEN": "127.0.0.1:50051"}}, "need 0.0.0.0:50051"),
         ({"settings": {"VE_ADMIN_LISTEN": "0.0.0.0:9000"}}, "need 0.0.0.0:8080"),
-        ({"weights": {"source": "fetch"}}, "weights.fetch.baseUrl is empty"),
+        ({"weights": {"source": "hub"}}, "settings.VE_MODEL needs the model's id"),
         ({"tls": {"enabled": True, "key": "K"}}, "tls.certificate is not"),
         ({"tls": {"enabled": True, "key": "K", "certificate": "C", "clientCertificates": True}}, "tls.ca"),
         ({"tls": {"clientCertificates": True}}, "needs tls.enabled"),
@@ -377,13 +375,33 @@ def test_pods_call_names_and_a_gateway_its_encoders(case: str) -> None:
 
 @pytest.mark.parametrize(
     ("url", "port"),
-    [("https://w.example.com/c", 443), ("http://w.example.com/c", 80), ("http://w.svc:8080/c", 8080)],
+    [("https://huggingface.co", 443), ("http://mirror.example.com", 80), ("http://mirror.svc:8080", 8080)],
 )
-def test_the_port_of_the_weights_is_let_out(url: str, port: int) -> None:
-    objects = render({"weights": {"source": "fetch", "fetch": {"baseUrl": url, "sums": SUMS}}})
+def test_the_port_of_the_hub_is_let_out(url: str, port: int) -> None:
+    objects = render({"weights": {"source": "hub", "endpoint": url}, "settings": HUB_MODEL})
     assert named(objects, "NetworkPolicy")["spec"]["egress"][-1] == {
         "ports": [{"port": port, "protocol": "TCP"}]
     }
+
+
+def test_the_encoder_serves_offline_what_its_init_container_fetches() -> None:
+    """tests/integration/test_hub.py runs these commands with these variables."""
+    objects = render({"weights": {"source": "hub"}, "settings": HUB_MODEL})
+    (init,), encoder = pod_of(objects)["initContainers"], container_of(objects)
+    assert init["command"] == ["vision-encoder", "download", HUB_MODEL["VE_MODEL"]]
+    homes = [
+        {entry["name"]: entry.get("value") for entry in container["env"]} for container in (init, encoder)
+    ]
+    assert homes[0]["HF_HOME"] == homes[1]["HF_HOME"] == "/models"
+    assert homes[1]["HF_HUB_OFFLINE"] == "1"
+    assert environment_of(objects)["VE_MODEL"] == HUB_MODEL["VE_MODEL"]
+    is_read_only = [
+        mount.get("readOnly", False)
+        for container in (init, encoder)
+        for mount in container["volumeMounts"]
+        if mount["name"] == "models"
+    ]
+    assert is_read_only == [False, True]
 
 
 def test_a_reader_finds_the_encoder_of_its_node_and_the_gateway(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,10 +61,10 @@ SEGMENT_PREFIX = "smg-tokenspeed-"
 SEND_TIMEOUT_S = 5.0
 
 
-def model_info(settings: Settings, pipeline: Pipeline) -> scheduler.GetModelInfoResponse:
+def model_info(pipeline: Pipeline) -> scheduler.GetModelInfoResponse:
     """The model as the gateway shows it and makes pixels for it. Raises CheckpointError."""
-    tower = pipeline.model.tower
-    config = JsonReader.of_file(settings.model / "config.json").values
+    tower, folder = pipeline.model.tower, pipeline.model.folder
+    config = JsonReader.of_file(folder / "config.json").values
     text = config.get("text_config")
     text = text if isinstance(text, dict) else config
 
@@ -72,7 +72,7 @@ def model_info(settings: Settings, pipeline: Pipeline) -> scheduler.GetModelInfo
         value = text.get(name)
         return value if type(value) is int and 0 <= value < 1 << 31 else 0
 
-    architectures, path = config.get("architectures"), str(settings.model.resolve())
+    architectures, path = config.get("architectures"), str(folder.resolve())
     return scheduler.GetModelInfoResponse(
         model_path=path,
         tokenizer_path=path,
@@ -94,12 +94,14 @@ def model_info(settings: Settings, pipeline: Pipeline) -> scheduler.GetModelInfo
     )
 
 
-def server_info(settings: Settings, segments: PixelSegments | None) -> scheduler.GetServerInfoResponse:
+def server_info(
+    settings: Settings, model_path: str, segments: PixelSegments | None
+) -> scheduler.GetServerInfoResponse:
     """What the gateway asks of the worker. segments: as of ``Backend``."""
     fields: dict[str, str | int] = {
         "disaggregation_mode": "encode",
         "disaggregation_bootstrap_port": settings.tokenspeed_bootstrap_port,
-        "model_path": str(settings.model.resolve()),
+        "model_path": model_path,
     }
     if segments is not None and SEGMENT_PREFIX.startswith(segments.prefixes):
         # A gateway whose id is equal sees the same shared memory, and may send pixels by it.
@@ -260,8 +262,8 @@ class TokenSpeedServer:
         pipeline = backend.pipeline
         reader = ItemReader(self._message_bytes, pipeline.workers.executor, backend.segments)
         calls = EncodeCalls(pipeline, reader, self._rooms, self._mooncake.size_bytes)
-        model = model_info(self._settings, pipeline)
-        server = server_info(self._settings, backend.segments)
+        model = model_info(pipeline)
+        server = server_info(self._settings, model.model_path, backend.segments)
         self._is_attached = True
 
         async def health(*_: object) -> scheduler.HealthCheckResponse:

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 from bench.harness.waiting import PATIENCE_S
 from encoder_service.engine.device import DeviceEngine
@@ -54,7 +55,7 @@ class Rig:
         )
         self.workers = IngestWorkers(4, 2, 1 << 20)
         self.pipeline = Pipeline(
-            model=ServedModel("fake", "fake", b"m" * 32, self.tower, self.preprocessor),
+            model=ServedModel("fake", "fake", b"m" * 32, self.tower, self.preprocessor, Path("/m")),
             store=self.store,
             admission=Admission(max_patches=1366, max_bytes=4096),
             engine=self.engine,

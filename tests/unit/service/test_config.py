@@ -22,6 +22,12 @@ def test_arguments_win_over_the_environment_over_defaults(monkeypatch: pytest.Mo
     assert settings.dtype is None
 
 
+def test_a_models_path_with_a_dot_stays_a_folders() -> None:
+    """Otherwise ./ORG/NAME would be a hub id."""
+    assert parse_settings(model="./a/b").model == Path("a/b").absolute()
+    assert parse_settings(model="a/b").model == Path("a/b")
+
+
 def test_every_setting_is_an_option_with_its_unit_bounds_and_default() -> None:
     options = {parameter.name: parameter for parameter in serve_command().params}
     assert list(options) == list(Settings.model_fields)

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.anyio
 async def test_a_device_fault_freezes_the_store_before_the_service_stops() -> None:
     service = Service(parse_settings(model=Path("/m")))
     service.store = store = memory_store()
-    model = ServedModel("fake", "fake", b"m" * 32, FakeTower(), FakePreprocessor())
+    model = ServedModel("fake", "fake", b"m" * 32, FakeTower(), FakePreprocessor(), Path("/m"))
     engine = build_engine(service.settings, model, None, service.metrics, service.on_device_fault)
     service.engine = engine
     assert land(store, 1)

@@ -81,6 +81,9 @@ switch, or that the pod sets by itself, fails the rendering. */}}
 {{- include "vision-encoder.checkMemory" . }}
 {{- $data := dict }}
 {{- $fixed := dict }}
+{{- if and (eq .Values.weights.source "hub") (hasPrefix "/" (default "/" .Values.settings.VE_MODEL)) }}
+{{- fail "weights.source is hub: settings.VE_MODEL needs the model's id, ORG/NAME or ORG/NAME@REVISION" }}
+{{- end }}
 {{- if .Values.tls.enabled }}
 {{- $_ := set $data "VE_CONNECTION_AGE_S" "3600" }}
 {{- $_ := set $fixed "VE_TLS_CERT" (list "tls" "/etc/vision-encoder/tls/tls.crt") }}
@@ -201,9 +204,6 @@ podAffinity:
 {{/* Changes of these roll the pods. The tokens' file is followed without a restart. */}}
 {{- define "vision-encoder.checksums" -}}
 checksum/config: {{ include "vision-encoder.settings" . | sha256sum }}
-{{- if eq .Values.weights.source "fetch" }}
-checksum/weights: {{ printf "%s %s" .Values.weights.fetch.baseUrl .Values.weights.fetch.sums | sha256sum }}
-{{- end }}
 {{- if and .Values.tokens.enabled .Values.tokens.admin }}
 checksum/admin: {{ .Values.tokens.admin | sha256sum }}
 {{- end }}
