@@ -73,7 +73,7 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True)
 class ServedModel:
-    """The model of this process. fingerprint: of the vision weights and the sizes. folder: of the checkpoint."""
+    """The model of this process. fingerprint: of the vision weights and the sizes. folder: its checkpoint."""
 
     name: str
     family: str
