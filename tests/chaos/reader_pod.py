@@ -17,11 +17,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -33,6 +34,7 @@ from lm_adapter import (
     ImageItem,
     VisionEncoderClient,
 )
+from lm_adapter.calls import Server
 from lm_adapter.shm.reader import MappedArena
 from tests.integration.images import photo
 from tests.unit.lm_adapter.connector_rig import Engine, Image, engine_config
@@ -43,18 +45,21 @@ RELATIVE = 2e-2
 _requests: ContextVar[list[int]] = ContextVar("requests")
 
 
-class CountingClient(AsyncVisionEncoderClient):
-    """Adds an entry to ``_requests`` of the calling task for every stream of rows that it asks for."""
+def counted_streams() -> AbstractContextManager[object]:
+    """Adds an entry to ``_requests`` of the calling task for every stream of rows that it requests."""
+    stream = Server.stream
 
-    async def _stream(self, *arguments: Any) -> None:
+    def counted(server: Server, *arguments: Any) -> Any:
         _requests.get().append(1)
-        await super()._stream(*arguments)
+        return stream(server, *arguments)
+
+    return mock.patch.object(Server, "stream", counted)
 
 
 @contextmanager
 def late_reads(late_s: float) -> Iterator[None]:
-    """Every copy begins up to late_s after its place became known, and short ones too on a thread, so that
-    one that waits holds up no other."""
+    """Every copy begins up to late_s after its location became known. All copies run on threads, so that a
+    delayed one delays no other."""
     read: Callable[..., Any] = MappedArena.read
     bound_s = resident_module.MAX_LOOP_COPY_S
 
@@ -183,7 +188,9 @@ class ReaderPod:
         count: Counter[str] = Counter()
         reasons: Counter[str] = Counter()
         device = "cuda:0" if self.device.type == "cuda" else None
-        async with CountingClient(self.target, transports=transports, device=device, timeout_s=20) as client:
+        async with AsyncVisionEncoderClient(
+            self.target, transports=transports, device=device, timeout_s=20
+        ) as client:
             await client.wait_transport()
             ends_s = time.monotonic() + seconds
 
@@ -206,7 +213,7 @@ class ReaderPod:
                     count["without_request"] += not requests
                     count["most_requests"] = max(count["most_requests"], len(requests))
 
-            with late_reads(late_s):
+            with late_reads(late_s), counted_streams():
                 await asyncio.gather(*(read(random.getrandbits(31)) for _ in range(num_readers)))
         return {"reasons": reasons, **{name: count[name] for name in RESULTS}}
 
@@ -239,7 +246,7 @@ class ReaderPod:
             time.sleep(1)  # the ranks' clients attach in the background
             self._load(engine, chosen[1:])
             time.sleep(0.5)  # reads are reported ten times a second
-            transports = {reader._transport for reader in engine.readers}
+            transports = {reader.transport for reader in engine.readers}
         finally:
             engine.close()
         read = [(name, rows) for cache in engine.caches for name, rows in cache.items()]
