@@ -219,16 +219,16 @@ class GraphRunner:
     def run(self, inputs: FusedInputs, pixels: Sequence[torch.Tensor]) -> torch.Tensor:
         """Rows [R, W] of an unpadded batch in the order of ``prepare``, valid until the next batch. pixels:
         one tensor [P, patch_dim] per item, on any device. Raises as ``stage``."""
-        batch, found = self.stage(inputs), []
+        batch, rows = self.stage(inputs), list[torch.Tensor]()
 
         def step() -> None:
             parts = batch.pixels.split([len(patches) for patches in pixels])  # type: ignore[no-untyped-call]
             for part, patches in zip(parts, pixels, strict=True):
                 part.copy_(patches, non_blocking=True)
-            found.append(self.forward(batch))
+            rows.append(self.forward(batch))
 
         self.streams.compute.run(step)
-        return found[0]
+        return rows[0]
 
     @torch.inference_mode()
     def capture_all(
