@@ -1,15 +1,14 @@
 """The broker: passes the file descriptors of the arenas to clients on the same host, over a unix socket.
 
-Owns the socket's file, one thread, and the limits on what a client can make it hold or do. A client sends a
-Hello (version, namespace, token), attaches arenas and requests their probe; nothing else passes over the
-socket. When the process ends, its connections close; that tells readers that the arenas are gone. The thread
-has an event loop of its own, so that the service's never waits for it.
+Owns the socket's file, one thread with its own event loop, and the limits on what a client can make it hold
+or do. A client sends a Hello (version, namespace, token), attaches arenas and requests their probe. When the
+process ends, its connections close; readers then know that the arenas are gone.
 
-A namespace that has arenas of its own sees only those. All other namespaces see the shared arenas.
+An isolated namespace sees only its own arenas. All other namespaces see the shared arenas.
 
-The kernel counts descriptors that were sent and not read, for all processes of the service's user, and sends
-none above the limit on open files. Those of a connection that the broker has closed count until the client
-reads or closes. So the broker has a lower limit of its own, and gives shares of each limit.
+The kernel counts descriptors that were sent and not read, over all processes of the service's user. It sends
+none above the limit on open files. Descriptors of a connection that the broker closed count until the client
+reads them or closes its end. The broker therefore has a lower limit, and divides each limit into shares.
 """
 
 from __future__ import annotations
@@ -53,17 +52,16 @@ PROTOCOL_VERSION = 1
 MIN_PROTOCOL_VERSION = 1
 MAX_NAME_CHARS = 128
 DYING_S = 3.0
-"""How long a killed process may take to end. Its sockets are in use until then."""
+"""Time that a killed process may take to end. Its sockets are in use until then."""
 POLL_S = 0.02
 TICK_S = 0.5
 """Interval of the checks of tokens and unread replies, and the pause after a client could not be accepted."""
 WAIT_S = 1.0
-"""How long an attach waits for others' descriptors to be read."""
+"""Time that an attach waits for other clients to read their descriptors."""
 NUM_ATTACHED = 3
 """Descriptors of one attach."""
 RECEIVE_BYTES = 16 * 1024
 
-_UCRED = struct.Struct("3i")  # pid, uid, gid
 _KINDS = {"host": pb.ARENA_KIND_HOST, "device": pb.ARENA_KIND_DEVICE}
 
 
@@ -71,10 +69,10 @@ _KINDS = {"host": pb.ARENA_KIND_HOST, "device": pb.ARENA_KIND_DEVICE}
 class BrokerLimits:
     """The limits of one broker.
 
-    connections: clients after their Hello. pending: clients before their Hello; one more of a user closes
-    that user's oldest. unread: attaches whose descriptors were sent and not read, one for each connection.
-    All three have shares, by user, namespace and process. hello_s: time from the connect to the complete
-    Hello. unread_s: how long a reply may stay unread. attaches: attaches per connection."""
+    connections: clients after their Hello. pending: clients before their Hello; one more closes the oldest
+    of the same user. unread: attaches whose descriptors were sent and not read, at most one per connection.
+    These three are shared by user, namespace and process. hello_s: time from the connect to the complete
+    Hello. unread_s: time that a reply may stay unread. attaches: attaches per connection."""
 
     connections: int = 640
     pending: int = 128
@@ -85,7 +83,7 @@ class BrokerLimits:
 
     @classmethod
     def within(cls, num_descriptors: int) -> BrokerLimits:
-        """The limits of a process that may have this number of descriptors."""
+        """The limits of a process that may open this many descriptors."""
         return cls(
             connections=max(1, min(cls.connections, num_descriptors // 4)),
             pending=max(1, min(cls.pending, num_descriptors // 16)),
@@ -94,13 +92,13 @@ class BrokerLimits:
 
     @property
     def num_descriptors(self) -> int:
-        """What the clients can make the broker hold. Ended clients count until they read."""
+        """Descriptors that clients can make the broker hold. An ended client counts until it reads."""
         return self.connections + self.pending + self.unread
 
 
 @dataclass(frozen=True)
 class BrokerOptions:
-    """path, mode: of the socket's file. allowed_uids: users that may connect; None allows every user."""
+    """path, mode: the socket's file. allowed_uids: users that may connect; None allows every user."""
 
     path: str
     instance_id: str
@@ -111,7 +109,7 @@ class BrokerOptions:
 
 
 def broker_options(settings: Settings, instance_id: str) -> BrokerOptions:
-    """The broker's options from the settings. instance_id: the one that GetServerInfo reports."""
+    """The broker's options from the settings. instance_id: as GetServerInfo reports it."""
     return BrokerOptions(
         settings.broker_path,
         instance_id,
@@ -123,11 +121,11 @@ def broker_options(settings: Settings, instance_id: str) -> BrokerOptions:
 
 
 class _ClientEnded(Exception):
-    """The connection has to end; the text says why."""
+    """Ends the connection. The text is the cause."""
 
 
 class _Refused(Exception):
-    """A refused Hello, which closes the connection, or a refused request. reason: a stable code."""
+    """Refuses a request. A refused Hello also closes the connection. reason: a stable code."""
 
     def __init__(self, reason: str, message: str, retryable: bool = False) -> None:
         super().__init__(message)
@@ -136,9 +134,9 @@ class _Refused(Exception):
 
 @dataclass(eq=False)
 class _Client:
-    """One connection. namespace: None before its Hello. counted: where it counts now. is_attaching: it was
-    sent descriptors that it has not read. unread_since_s: when the checks first saw an unread reply. cause:
-    of its end."""
+    """One connection. namespace: None before its Hello. counted: the limit that it counts towards.
+    is_attaching: whether it has descriptors that it has not read. unread_since_s: when the checks first saw
+    an unread reply. cause: why it ended."""
 
     socket: socket.socket
     pid: int
@@ -155,7 +153,7 @@ class _Client:
     reader: FrameReader = field(default_factory=FrameReader)
 
     def has_read_all(self) -> bool:
-        """Whether nothing that was sent waits in the socket."""
+        """Whether the client has read everything that was sent."""
         answer = fcntl.ioctl(self.socket, termios.TIOCOUTQ, bytes(4))
         return not int.from_bytes(answer, sys.byteorder)
 
@@ -172,7 +170,7 @@ class _SharedArena:
 
 
 class Broker:
-    """Serves one socket. Call ``start``, then ``stop``, each once. Both block. Any thread may call them."""
+    """Serves one socket. Call ``start`` once, then ``stop`` once, from any thread. Both block."""
 
     def __init__(
         self,
@@ -180,8 +178,8 @@ class Broker:
         arenas: Sequence[tuple[str | None, Arena]],
         opens: Callable[[str, str], bool],
     ) -> None:
-        """arenas: see ``EmbeddingStore.arenas``. opens: returns whether a token opens a namespace; called on
-        the broker's thread at each Hello, and again while the client is connected."""
+        """arenas: see ``EmbeddingStore.arenas``. opens: whether a token opens a namespace; called on the
+        broker's thread at each Hello, and repeatedly while the client is connected."""
         self.options = options
         self.refused: Counter[str] = Counter()
         """Refused Hellos and attaches by reason. Written by the broker's thread only; any thread may read."""
@@ -197,17 +195,17 @@ class Broker:
         self._unread = Shares(limits.unread)
         self._repeated = RepeatedLines()
         self._listener: ListeningSocket | None = None
-        self._loop: asyncio.AbstractEventLoop  # these two from the start on
+        self._loop: asyncio.AbstractEventLoop  # set by ``start``, as is ``_main``
         self._main: asyncio.Task[None]
         self._thread: threading.Thread | None = None
 
     # -- other threads ---------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Binds the socket and starts the thread. If the broker before it was just killed, waits a few
-        seconds for that process to end. Raises ConfigurationError."""
+        """Binds the socket and starts the thread. Waits up to DYING_S for a killed process that still
+        listens. Raises ConfigurationError."""
         if self._thread is not None:
-            raise RuntimeError("a broker starts once")
+            raise RuntimeError("the broker was started before")
         options = self.options
         warn_of_folder(options.path)
         self._listener = ListeningSocket(options.path, mode=options.mode)
@@ -224,7 +222,8 @@ class Broker:
         log.info("broker listens", path=options.path, mode=oct(options.mode))
 
     def stop(self, timeout_s: float = 5.0) -> bool:
-        """Closes every connection and removes the socket's file. False if the thread did not end in time."""
+        """Closes every connection and removes the socket's file. Returns False if the thread did not end in
+        time."""
         if self._thread is None:
             return True
         with contextlib.suppress(RuntimeError):  # the thread has ended by itself
@@ -233,7 +232,7 @@ class Broker:
         return not self._thread.is_alive()
 
     def is_serving(self) -> bool:
-        """Whether the thread runs and the path still leads to its socket."""
+        """Whether the thread runs and the path still names its socket."""
         thread, listener = self._thread, self._listener
         return thread is not None and thread.is_alive() and listener is not None and listener.is_in_place()
 
@@ -241,6 +240,11 @@ class Broker:
     def num_connections(self) -> int:
         """Number of clients that have completed their Hello."""
         return sum(client.namespace is not None for client in list(self._clients))
+
+    @property
+    def num_unread_attaches(self) -> int:
+        """Number of attaches whose descriptors were sent and not read, ended clients included."""
+        return self._unread.num_used
 
     # -- the thread ------------------------------------------------------------------------------------
 
@@ -280,24 +284,23 @@ class Broker:
         while True:
             try:
                 accepted, _ = await self._loop.sock_accept(listener)
-            except OSError as error:  # the listener stays readable: a pause, to avoid a busy loop
+            except OSError as error:  # pauses, because the listener stays readable
                 if (more := self._repeated.due(error.errno)) is not None:
                     log.error("no client can be accepted", cause=error.strerror, retried_in_s=TICK_S, **more)
                 await asyncio.sleep(TICK_S)
                 continue
-            peer = accepted.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
-            pid, uid, _ = _UCRED.unpack(peer)
+            pid, uid = peer_of(accepted)
             client = _Client(accepted, pid, uid, holder=(f"uid {uid}",))
             while not self._count(client, self._pending):
-                pending = [each for each in self._clients if each.namespace is None]
-                oldest = next((each for each in pending if each.uid == uid), pending[0])
+                pending = [waiting for waiting in self._clients if waiting.namespace is None]
+                oldest = next((waiting for waiting in pending if waiting.uid == uid), pending[0])
                 self._end(oldest, "crowded out before its Hello")
             task = self._clients[client] = self._loop.create_task(self._serve(client))
             task.add_done_callback(functools.partial(self._close_client, client))
             await asyncio.sleep(0)  # data that has arrived is read before newer clients crowd this one out
 
     def _count(self, client: _Client, shares: Shares | None) -> bool:
-        """Counts the client there and nowhere else. False if there is no room, and nothing changes."""
+        """Moves the client's count to ``shares``. Returns False, and changes nothing, if they are full."""
         if shares is not None and not shares.take(client.holder):
             return False
         if client.counted is not None:
@@ -321,7 +324,7 @@ class Broker:
                     self._end(client, f"it has not read a reply for {unread_s:g} s")
 
     def _note_reads(self) -> None:
-        """Gives back the descriptors that clients have read, or whose clients have gone."""
+        """Stops counting attaches that clients have read, and those of clients that are gone."""
         for client in [*self._clients, *self._ended]:
             if client.is_attaching and client.has_read_all():
                 self._unread.give_back(client.holder)
@@ -338,7 +341,7 @@ class Broker:
     # -- one client ------------------------------------------------------------------------------------
 
     async def _serve(self, client: _Client) -> None:
-        """One connection, to its end. A failure ends this connection and no other."""
+        """Serves one connection until its end. A failure ends this connection only."""
         hello_s = self.options.limits.hello_s
         try:
             self._check_uid(client)
@@ -349,7 +352,7 @@ class Broker:
                         await self._answer(client, pb.BrokerRequest.FromString(payload))
                     if client.namespace is not None:
                         until_hello.reschedule(None)
-                    await asyncio.sleep(0)  # others are served while this one sends without a pause
+                    await asyncio.sleep(0)  # lets other clients run while this one sends without a pause
             client.cause = "the client closed the connection"
         except TimeoutError:
             client.cause = f"no Hello within {hello_s:g} s"
@@ -369,7 +372,7 @@ class Broker:
         else:
             client.socket.close()
         more = {} if client.namespace is not None else self._repeated.due(client.cause)
-        if more is not None:  # those without a Hello are many if somebody wants it
+        if more is not None:  # a hostile client can make many connections without a Hello
             log.info(
                 "client left", client=client.name, pid=client.pid, uid=client.uid, cause=client.cause, **more
             )
@@ -409,7 +412,7 @@ class Broker:
             self._send(client, pb.BrokerReply(request_id=request_id, failure=failure))
 
     def _hello(self, client: _Client, hello: pb.BrokerHello) -> pb.BrokerWelcome:
-        """Raises _Refused. Versions are compared first, because another version may have other fields."""
+        """Raises _Refused. Compares versions first, because another version may have other fields."""
         if hello.protocol_version < MIN_PROTOCOL_VERSION or hello.min_protocol_version > PROTOCOL_VERSION:
             raise _Refused(
                 "PROTOCOL_MISMATCH",
@@ -417,16 +420,17 @@ class Broker:
                 f"the broker {MIN_PROTOCOL_VERSION} to {PROTOCOL_VERSION}",
             )
         for name in ("namespace", "client_name"):
-            found = len(getattr(hello, name))
-            if found > MAX_NAME_CHARS:
+            num_chars = len(getattr(hello, name))
+            if num_chars > MAX_NAME_CHARS:
                 raise _Refused(
-                    "INVALID_REQUEST", f"{name} has {found} characters, at most {MAX_NAME_CHARS} are allowed"
+                    "INVALID_REQUEST",
+                    f"{name} has {num_chars} characters, at most {MAX_NAME_CHARS} are allowed",
                 )
         namespace = hello.namespace
         if not self._opens(namespace, hello.token):
-            # One answer for an unknown namespace and for a wrong token, so that names cannot be probed.
+            # The same answer for an unknown namespace and a wrong token, so that names cannot be probed.
             raise _Refused("UNAUTHENTICATED", f"namespace {namespace!r}: the token does not open it")
-        # Made-up namespaces, which need no token, share one part of what their user may take.
+        # Namespaces without a token can be invented, so together they get one share of their user's.
         kind = "open" if self._opens(namespace, "") else "closed"
         former = client.holder
         client.holder = (*former, kind, f"namespace {namespace}", f"pid {client.pid}")
@@ -435,7 +439,7 @@ class Broker:
             text = (
                 f"the broker has {self._connected.num_used} connections, at most {self._connected.limit} are "
                 f"allowed; user id {client.uid} has {num_of_user} of them, {num_here} in namespace "
-                f"{namespace!r}, and the rest is for others"
+                f"{namespace!r}; the rest is reserved for others"
             )
             client.holder = former
             raise _Refused("TOO_MANY_CONNECTIONS", text, retryable=True)
@@ -469,8 +473,8 @@ class Broker:
         self._send(client, reply, shared.descriptors)
 
     async def _begin_attach(self, client: _Client) -> None:
-        """Waits until the client has read its attach before, and for room for another one. The check of
-        clients ends one that does not read. Raises _Refused if others read too little."""
+        """Waits until the client has read its previous attach, and until there is room for another. A client
+        that does not read is ended by ``_check_clients``. Raises _Refused if there is no room in time."""
         waits_until_s = self._loop.time() + WAIT_S
         while True:
             self._note_reads()
@@ -481,8 +485,8 @@ class Broker:
                 if self._loop.time() >= waits_until_s:
                     raise _Refused(
                         "TOO_MANY_ATTACHES",
-                        f"{self._unread.num_used} attaches wait for clients that do not read, at most "
-                        f"{self._unread.limit} may; one user, namespace or process has a share of them",
+                        f"{self._unread.num_used} attaches are unread, at most {self._unread.limit} are "
+                        "allowed, and each user, namespace and process has a share; read replies sooner",
                         retryable=True,
                     )
             await asyncio.sleep(POLL_S)
@@ -494,11 +498,11 @@ class Broker:
         return shared
 
     def _sees(self, client: _Client, shared: _SharedArena) -> bool:
-        wanted = client.namespace if client.namespace in self._isolated else None
-        return shared.namespace == wanted
+        owner = client.namespace if client.namespace in self._isolated else None
+        return shared.namespace == owner
 
     def _refuse(self, client: _Client, request_id: int, refusal: _Refused) -> None:
-        """Sends the refusal with the broker's versions. Always raises _ClientEnded."""
+        """Sends the refusal with the broker's versions, then raises _ClientEnded."""
         self.refused[refusal.reason] += 1
         refused = pb.BrokerRefused(
             reason=refusal.reason,
@@ -512,8 +516,8 @@ class Broker:
         raise _ClientEnded(refusal.message)
 
     def _send(self, client: _Client, reply: pb.BrokerReply, descriptors: tuple[int, ...] = ()) -> None:
-        """Hands a reply to the kernel, with the descriptors attached to its first byte. Raises _ClientEnded
-        if the client has left so many replies unread that the kernel does not take this one whole."""
+        """Sends a reply, with the descriptors attached to its first byte. Raises _ClientEnded if the client
+        has left so many replies unread that the kernel does not take all of this one."""
         data = encode_frame(reply.SerializeToString())
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))]
         try:
@@ -521,17 +525,26 @@ class Broker:
         except BlockingIOError:
             num_sent = 0
         except OSError as error:
-            if error.errno == errno.ETOOMANYREFS:  # of other processes of this user too
+            if error.errno == errno.ETOOMANYREFS:  # counts all processes of this user
                 raise _Refused(
                     "TOO_MANY_ATTACHES", "the kernel holds too many descriptors that were not read", True
                 ) from error
-            raise _ClientEnded(f"nothing can be sent: {error.strerror}") from error
+            raise _ClientEnded(f"sending failed: {error.strerror}") from error
         if num_sent < len(data):
-            raise _ClientEnded(f"it does not read: {num_sent} of a reply's {len(data)} bytes can be sent")
+            raise _ClientEnded(f"it does not read: {num_sent} of {len(data)} bytes of a reply could be sent")
+
+
+def peer_of(connected: socket.socket) -> tuple[int, int]:
+    """The process id and user id of the other end of a unix socket, as the kernel reports them."""
+    credentials = struct.Struct("3i")  # pid, uid, gid
+    pid, uid, _ = credentials.unpack(
+        connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, credentials.size)
+    )
+    return pid, uid
 
 
 def warn_of_folder(path: str) -> None:
-    """Who can write to the socket's folder can put a socket of their own in its place."""
+    """Logs a warning if every user can write to the socket's folder, and so replace the socket."""
     folder = os.path.dirname(path)
     with contextlib.suppress(OSError):
         mode = os.stat(folder).st_mode
@@ -540,7 +553,7 @@ def warn_of_folder(path: str) -> None:
 
 
 def share(namespace: str | None, arena: Arena) -> _SharedArena:
-    """Exports an arena's descriptors. Raises OSError when the process has no descriptors left."""
+    """Exports an arena's descriptors. Raises OSError if the process has no descriptors left."""
     geometry = pb.ArenaGeometry(
         arena_id=arena.arena_id,
         kind=_KINDS[arena.kind],
@@ -560,8 +573,8 @@ class ListeningSocket:
     """A unix socket at a path. Its permissions are set before the first client can connect."""
 
     def __init__(self, path: str, *, mode: int = 0o660, backlog: int = 1024) -> None:
-        """Replaces the socket of a process that has ended. Raises ConfigurationError for a path that cannot
-        be used, and when another process listens on it."""
+        """Replaces the socket of a process that has ended. Raises ConfigurationError if the path cannot be
+        used or another process listens on it."""
         self.path = path
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._identity: tuple[int, int] | None = None
@@ -569,8 +582,8 @@ class ListeningSocket:
             self.socket.setblocking(False)
             remove_dead_socket(path)
             self.socket.bind(path)
-            found = os.lstat(path)
-            self._identity = (found.st_dev, found.st_ino)
+            status = os.lstat(path)
+            self._identity = (status.st_dev, status.st_ino)
             os.chmod(path, mode)
             self.socket.listen(backlog)
         except OSError as error:
@@ -581,15 +594,15 @@ class ListeningSocket:
             raise
 
     def is_in_place(self) -> bool:
-        """Whether the path leads to this socket."""
+        """Whether the path names this socket."""
         try:
-            found = os.lstat(self.path)
+            status = os.lstat(self.path)
         except OSError:
             return False
-        return (found.st_dev, found.st_ino) == self._identity
+        return (status.st_dev, status.st_ino) == self._identity
 
     def close(self) -> None:
-        """Removes the file, unless another socket has taken its place. Idempotent."""
+        """Closes the socket and removes its file, unless the file is another socket's. Idempotent."""
         if self.is_in_place():
             with contextlib.suppress(OSError):
                 os.unlink(self.path)
@@ -598,15 +611,15 @@ class ListeningSocket:
 
 
 def remove_dead_socket(path: str) -> None:
-    """Unlinks a socket without a listener; a process that listens gets DYING_S to end. Raises
-    ConfigurationError if it still listens then, for anything else at the path, and without the folder."""
+    """Unlinks a socket without a listener. Waits up to DYING_S for a process that listens. Raises
+    ConfigurationError if it still listens then, if the path is not a socket, or if the folder is missing."""
     folder = os.path.dirname(path)
     if not os.path.isdir(folder):
         raise ConfigurationError(f"cannot listen on unix:{path}: the folder {folder} does not exist")
     if not os.path.lexists(path):
         return
     if not stat.S_ISSOCK(os.lstat(path).st_mode):
-        raise ConfigurationError(f"cannot listen on unix:{path}: a file that is not a socket is in its place")
+        raise ConfigurationError(f"cannot listen on unix:{path}: the path is not a socket")
     ends_s = time.monotonic() + DYING_S
     while _is_in_use(path):
         if time.monotonic() >= ends_s:
@@ -617,7 +630,7 @@ def remove_dead_socket(path: str) -> None:
 
 
 def _is_in_use(path: str) -> bool:
-    """Whether a process listens on this socket. Raises OSError where the attempt fails for another reason."""
+    """Whether a process listens on this socket. Raises OSError if that cannot be determined."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as trial:
         trial.setblocking(False)
         try:
@@ -625,5 +638,5 @@ def _is_in_use(path: str) -> bool:
         except (ConnectionRefusedError, FileNotFoundError):
             return False
         except BlockingIOError:
-            pass  # its queue of connections is full
+            pass  # the listener's queue is full
         return True

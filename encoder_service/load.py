@@ -1,8 +1,8 @@
-"""How much work is queued for the device, in seconds, and how near the service is to its limit.
+"""The device work that is queued, in seconds, and how close the service is to its limits.
 
 Owns the estimate of the device time of the items that are admitted and not yet encoded, and the formula of
-the saturation that autoscalers follow. Used from the event loop only. It reads single numbers from counters
-that other threads write.
+the saturation that autoscalers follow. Used from the event loop only. Reads single numbers from counters that
+other threads write.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The kernel choices of a former start, and its compiled kernels, on disk.
+"""Keeps the kernel choices of a start, and its compiled kernels, on disk for later starts.
 
 Owns the file of the choices: what they were measured for, its checks and its replacement. ``fast_path``
 measures and uses the choices. A file that is damaged, or was measured for another device, driver, version or
@@ -37,8 +37,8 @@ PACKAGES = (
     "nvidia-cutlass-dsl",
 )
 DRIVER = Path("/proc/driver/nvidia/version")
-# Folders of compiled kernels, by the setting of their libraries. Each library finds out by itself whether a
-# kernel is of the present device and version.
+# Folders of compiled kernels, by the environment variable of their library. Each library checks by itself
+# whether a kernel matches the device and version.
 COMPILED = {
     "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": "flash-attn-4",
     "QUACK_CACHE_DIR": "quack",
@@ -47,8 +47,8 @@ COMPILED = {
 
 
 def keep_compiled(folder: Path) -> None:
-    """Has the kernel libraries keep what they compile below ``folder``, where the environment names no other
-    folder. Called before they are imported. A folder that cannot be written costs a log line."""
+    """Makes the kernel libraries keep compiled kernels below ``folder``, unless the environment names another
+    folder. Call before they are imported. A folder that cannot be written costs only a log line."""
     for name, below in COMPILED.items():
         path = folder / below
         try:
@@ -68,7 +68,7 @@ KernelNames: TypeAlias = Mapping[str, Mapping[str, str]]
 
 @dataclass(frozen=True)
 class ChoicesFile:
-    """One file of ``folder``, named for what was measured. measured_for: values that JSON keeps."""
+    """One file of ``folder``, named by what was measured. measured_for: values that JSON keeps."""
 
     folder: Path
     measured_for: Mapping[str, Any]
@@ -89,7 +89,7 @@ class ChoicesFile:
         return self.folder / f"choices-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
 
     def read(self) -> KernelNames | None:
-        """The choices of a former start. None, with a log line, for a file that cannot be used."""
+        """The choices of an earlier start. None, with a log line, for a file that cannot be used."""
         try:
             content = json.loads(self.path.read_text())
             if content["format"] != FORMAT or content["measured_for"] != self.measured_for:
@@ -132,7 +132,7 @@ def dict_of_texts(value: Any) -> dict[str, str]:
 
 
 def environment_of(device: torch.device) -> dict[str, Any]:
-    """What times on a GPU depend on besides the tower: the device, its driver and the installed versions."""
+    """What times on a GPU depend on besides the tower: device, driver and installed versions."""
     properties = torch.cuda.get_device_properties(device)
     return {
         "device": properties.name,
@@ -144,7 +144,7 @@ def environment_of(device: torch.device) -> dict[str, Any]:
 
 
 def driver_version() -> str | None:
-    """The first line of the kernel module's own words; None if a sandbox hides them."""
+    """The first line of the kernel module's version text; None if a sandbox hides it."""
     try:
         return DRIVER.read_text().partition("\n")[0]
     except OSError:

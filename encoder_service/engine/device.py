@@ -75,7 +75,7 @@ class DeviceEngine:
         self.graphs = graphs
         self._launcher = launcher or TowerLauncher(tower, preprocessor, graphs, clock=clock)
         self._device = tower.device
-        # Guards all attributes below.
+        # Guards the attributes below.
         self._lock = threading.RLock()
         self._may_launch = threading.Condition(self._lock)
         self._may_finish = threading.Condition(self._lock)
@@ -139,7 +139,7 @@ class DeviceEngine:
                 raise self._fault
             if self._stopping:
                 raise Draining("the engine is stopping and takes no new work")
-            job.future.set_running_or_notify_cancel()  # from now on only the engine completes it
+            job.future.set_running_or_notify_cancel()  # a caller cannot cancel it any more
             self._waiting[ticket] = job
             self._planner.add(ticket)
             if self._has_room() and (not self._is_delaying or self._planner.has_full_batch):
@@ -257,8 +257,8 @@ class DeviceEngine:
             if is_device_fault(error):
                 raise error
             self._launcher.probe()
-        except Exception as found:
-            raise DeviceFault(f"the device failed: {first_line(found)}") from found
+        except Exception as fault:
+            raise DeviceFault(f"the device failed: {first_line(fault)}") from fault
         return first_line(error)
 
     # -- finish thread ---------------------------------------------------------------------------------

@@ -55,8 +55,8 @@ def build_graph_runner(
     attention: "auto" or a backend's name. deterministic: use one backend for all shapes, whose rows for an
     item do not depend on its batch. max_patches: patches of the largest batch. longest_item: patches of the
     largest item that attends over all its patches; it runs alone if it is above max_patches. bucket_sizes:
-    the ladder's sizes in patches, instead of the default ones. choices_dir: folder of former starts' kernel
-    choices, which are used instead of measuring, and of their compiled kernels; None for none. Raises
+    the ladder's sizes in patches, instead of the default ones. choices_dir: folder of the kernel choices of
+    earlier starts, which are used instead of measuring, and of their compiled kernels; None for none. Raises
     ConfigurationError for an attention backend or sizes that are not available.
     """
     if choices_dir is not None:
@@ -171,7 +171,7 @@ class Kernels:
 
 @dataclass(frozen=True)
 class KernelSelections:
-    """What a start chooses. gemms: empty if torch's gemm is the only candidate. measured: all that the
+    """What is chosen at a start. gemms: empty if torch's gemm is the only candidate. measured: all that the
     choices depend on besides the device and its packages, as values that JSON keeps."""
 
     attention: Selection[AttentionBackend]
@@ -230,8 +230,8 @@ class KernelSelections:
 def choose_kernels(
     selections: KernelSelections, file: ChoicesFile | None, time_ms: TimeMs = graph_time_ms
 ) -> Kernels:
-    """The choices of a former start, checked against float32 again, or else measured now and kept in the file
-    for later starts. file: None to measure and keep nothing. Raises ConfigurationError if no backend is
+    """The choices of an earlier start, checked against float32 again; without them, measures and keeps the
+    choices in the file. file: None to measure and keep nothing. Raises ConfigurationError if no backend is
     correct on this device."""
     saved = None if file is None else file.read()
     if file is not None and saved is not None:

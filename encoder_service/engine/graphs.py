@@ -124,7 +124,7 @@ class GraphRunner:
             )
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
-        self._tower = tower
+        self.tower = tower
         self._device = device
         self._capture = capture
         self._clock = clock
@@ -173,7 +173,7 @@ class GraphRunner:
 
     def prepare(self, grids: Sequence[Grid]) -> FusedInputs:
         """Metadata of a batch, on the host. Raises GridMismatch."""
-        return self._tower.prepare(grids)
+        return self.tower.prepare(grids)
 
     def stage(self, inputs: FusedInputs) -> StagedInputs:
         """Copies the metadata of an unpadded batch to the device in the compute stream. The caller then
@@ -183,11 +183,11 @@ class GraphRunner:
             raise NotReady(f"{len(self._graphs)} of {len(self._ladder)} graphs are captured")
         bucket = self.can_use(inputs)
         if bucket is None:
-            shape = (inputs.num_patches, self._tower.patch_dim)
-            pixels = torch.empty(shape, dtype=self._tower.dtype, device=self._device)
+            shape = (inputs.num_patches, self.tower.patch_dim)
+            pixels = torch.empty(shape, dtype=self.tower.dtype, device=self._device)
             on_device = inputs.to(self._device, non_blocking=True).with_pixels(pixels)
             return StagedInputs(None, on_device, inputs.num_patches, inputs.num_rows)
-        self._load(self._tower.pad(inputs, bucket))
+        self._load(self.tower.pad(inputs, bucket))
         # Clears padding rows: data of an earlier batch may belong to another caller or may not be finite.
         padding = self._pixels[inputs.num_patches : bucket.num_patches]
         self.streams.compute.run(padding.zero_)
@@ -200,12 +200,12 @@ class GraphRunner:
         Must be called in the compute stream."""
         bucket, counters = batch.bucket, self.counters
         if bucket is None:
-            rows = self._tower(batch.inputs)
+            rows = self.tower(batch.inputs)
             counters.eager_runs += 1
             return rows
         captured = self._graphs.get(bucket)
         if captured is None:
-            rows = self._tower(batch.inputs)
+            rows = self.tower(batch.inputs)
             counters.padded_runs[bucket] += 1
         else:
             captured.graph.replay()
@@ -219,16 +219,16 @@ class GraphRunner:
     def run(self, inputs: FusedInputs, pixels: Sequence[torch.Tensor]) -> torch.Tensor:
         """Rows [R, W] of an unpadded batch in the order of ``prepare``, valid until the next batch. pixels:
         one tensor [P, patch_dim] per item, on any device. Raises as ``stage``."""
-        batch, found = self.stage(inputs), []
+        batch, rows = self.stage(inputs), list[torch.Tensor]()
 
         def step() -> None:
             parts = batch.pixels.split([len(patches) for patches in pixels])  # type: ignore[no-untyped-call]
             for part, patches in zip(parts, pixels, strict=True):
                 part.copy_(patches, non_blocking=True)
-            found.append(self.forward(batch))
+            rows.append(self.forward(batch))
 
         self.streams.compute.run(step)
-        return found[0]
+        return rows[0]
 
     @torch.inference_mode()
     def capture_all(
@@ -272,14 +272,14 @@ class GraphRunner:
         torch.cuda.synchronize(self._device)
         with torch.cuda.stream(stream):
             # Compiles the kernels of these shapes, which a capture may not do.
-            self._tower(inputs)
+            self.tower(inputs)
         stream.synchronize()
         graph = torch.cuda.CUDAGraph()
         # "thread_local", because other threads of the process may allocate during the capture.
         with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-            rows = self._tower(inputs).contiguous()
+            rows = self.tower(inputs).contiguous()
         stream.synchronize()
-        expected = (bucket.num_patches // self._tower.merge_size**2, self._tower.width)
+        expected = (bucket.num_patches // self.tower.merge_size**2, self.tower.width)
         if tuple(rows.shape) != expected:
             raise InternalError(f"the tower gave {tuple(rows.shape)} rows in {bucket}, needs {expected}")
         # Dropping the owning tensor lets later captures reuse the memory of these rows: the pool then holds
@@ -301,14 +301,14 @@ class GraphRunner:
             max_seqlen=bucket.max_seqlen,
             num_slots=bucket.num_sequences,
             num_patches=bucket.num_patches,
-            num_rows=bucket.num_patches // self._tower.merge_size**2,
+            num_rows=bucket.num_patches // self.tower.merge_size**2,
             num_frames=bucket.num_frames,
             pixel_values=self._pixels[: bucket.num_patches],
         )
 
     def _filled(self, bucket: Bucket) -> FusedInputs:
         """Metadata of a padded batch that fills the bucket, on the host."""
-        return self._tower.pad(self._tower.prepare(filling_grids(bucket, self._tower.merge_size)), bucket)
+        return self.tower.pad(self.tower.prepare(filling_grids(bucket, self.tower.merge_size)), bucket)
 
 
 class DeviceMemory:

@@ -168,7 +168,7 @@ class TowerLauncher:
     ) -> None:
         """Transfers pixels in the compute stream, without a staging slot, and cuts them: for the plain tower
         and for batches that no slot takes."""
-        pieces = [one.to(self._device, non_blocking=True) for one in pixels]
+        pieces = [item_pixels.to(self._device, non_blocking=True) for item_pixels in pixels]
         self._plain_cutter.cut_pieces(items, pieces, out)
 
     def _wait_for_device(self) -> None:

@@ -29,20 +29,20 @@ def host_pixels(item: TowerItem, tower: Tower, dtype: torch.dtype) -> torch.Tens
     if isinstance(item, FrameItem):
         pixels, side = item.frames_THWC, tower.patch_size
         depth = -(-len(pixels) // tower.temporal_patch_size)
-        found, needed = (depth, *pixels.shape[1:]), (grid.t, grid.h * side, grid.w * side, 3)
-        if found != needed or pixels.dtype != torch.uint8:
+        shape, needed = (depth, *pixels.shape[1:]), (grid.t, grid.h * side, grid.w * side, 3)
+        if shape != needed or pixels.dtype != torch.uint8:
             raise PixelTensorMismatch(
                 f"frames are {pixels.dtype} of shape {tuple(pixels.shape)}, {depth} patches deep, grid "
                 f"{tuple(grid)} needs torch.uint8 of height, width and colours {needed[1:]}",
-                found=list(found),
+                found=list(shape),
                 needed=list(needed),
             )
         return pixels.contiguous()
-    shape, needed_shape = item.pixel_values.shape, (grid.num_patches, tower.patch_dim)
-    if shape != needed_shape:
+    patches_shape, needed_shape = item.pixel_values.shape, (grid.num_patches, tower.patch_dim)
+    if patches_shape != needed_shape:
         raise PixelTensorMismatch(
-            f"pixels have shape {tuple(shape)}, grid {tuple(grid)} needs {needed_shape}",
-            found=list(shape),
+            f"pixels have shape {tuple(patches_shape)}, grid {tuple(grid)} needs {needed_shape}",
+            found=list(patches_shape),
             needed=list(needed_shape),
         )
     return item.pixel_values.to(dtype).contiguous()

@@ -57,14 +57,17 @@ class BatchRows:
         self._copier = copier
         self._counts = counts
         self._destinations = destinations
-        here = copier.device.type
-        self._on_device = [
-            index for index, one in enumerate(destinations) if one is not None and one.device.type == here
-        ]
-        self._on_host = [
-            index for index, one in enumerate(destinations) if one is not None and one.device.type != here
-        ]
-        self._without = [index for index, one in enumerate(destinations) if one is None]
+        # Indices of the items by where their rows go.
+        self._on_device: list[int] = []
+        self._on_host: list[int] = []
+        self._without: list[int] = []
+        for index, destination in enumerate(destinations):
+            if destination is None:
+                self._without.append(index)
+            elif destination.device.type == copier.device.type:
+                self._on_device.append(index)
+            else:
+                self._on_host.append(index)
         # Device buffer of the rows for the host, those with a destination first; host copy of the others.
         self._aside: torch.Tensor | None = None
         self._arrived: torch.Tensor | None = None
@@ -78,8 +81,8 @@ class BatchRows:
             raise InternalError(f"the tower gave {tuple(rows.shape)} rows, grids need {expected}")
         parts = rows.split(list(self._counts))  # type: ignore[no-untyped-call]
         if self._on_device:
-            placed = [self._destination(index) for index in self._on_device]
-            torch._foreach_copy_(placed, [parts[index] for index in self._on_device])
+            targets = [self._destination(index) for index in self._on_device]
+            torch._foreach_copy_(targets, [parts[index] for index in self._on_device])
         if self._on_host or self._without:
             self._aside = torch.cat([parts[index] for index in (*self._on_host, *self._without)])
 

@@ -72,7 +72,7 @@ class PixelStaging:
     def fits(self, pixels: Sequence[torch.Tensor]) -> bool:
         """Whether the batch fits into a slot."""
         return (
-            len(pixels) <= self._max_items and sum(aligned(one.nbytes) for one in pixels) <= self._num_bytes
+            len(pixels) <= self._max_items and sum(aligned(item.nbytes) for item in pixels) <= self._num_bytes
         )
 
     def upload(self, pixels: Sequence[torch.Tensor], num_frames: Sequence[int]) -> UploadedPixels:
@@ -80,18 +80,20 @@ class PixelStaging:
         contiguous host tensor per item, which must not change until the batch has ended. num_frames: frames
         per item, 0 for patches."""
         slot, upload = next(self._slots), self._streams.upload
-        memory = {dtype: self._memory.view(dtype) for dtype in {one.dtype for one in pixels}}
+        memory = {dtype: self._memory.view(dtype) for dtype in {item.dtype for item in pixels}}
         pieces, sources, first_byte = [], [], slot.first_byte
-        for one, frames in zip(pixels, num_frames, strict=True):
+        for item, frames in zip(pixels, num_frames, strict=True):
             # One call per item instead of three for a slice, its dtype and its shape.
-            pieces.append(memory[one.dtype].as_strided(one.shape, one.stride(), first_byte // one.itemsize))
+            pieces.append(
+                memory[item.dtype].as_strided(item.shape, item.stride(), first_byte // item.itemsize)
+            )
             sources.append((first_byte, frames))
-            first_byte += aligned(one.nbytes)
-        given_I2 = torch.tensor(sources, dtype=torch.int64, pin_memory=self._pins)
+            first_byte += aligned(item.nbytes)
+        host_I2 = torch.tensor(sources, dtype=torch.int64, pin_memory=self._pins)
 
         def transfer() -> None:
             torch._foreach_copy_(pieces, list(pixels), non_blocking=True)
-            slot.sources_I2[: len(pixels)].copy_(given_I2, non_blocking=True)
+            slot.sources_I2[: len(pixels)].copy_(host_I2, non_blocking=True)
 
         upload.wait(slot.read)
         upload.run(transfer)

@@ -1,6 +1,6 @@
 """Admission: limits on queued patches and bytes, and on undelivered rows, each with shares by caller.
 
-Owns these counters and the retry delay that refused callers are given; ``ops.shares`` owns how a limit is
+Owns these counters and the retry delay of refused callers; ``ops.shares`` owns how a limit is
 shared. Refuses work at once instead of letting callers wait. Not thread-safe: used from the event loop only.
 """
 
@@ -63,8 +63,8 @@ class Permit:
         self._released = False
 
     def add_patches(self, num_patches: int, seqlen: int, *, is_prefetch: bool = False) -> None:
-        """Takes room for the item's patches. seqlen: patches of an attention sequence. is_prefetch: nobody
-        waits for the item. Raises QueueFull; the bytes then stay held until ``release``."""
+        """Takes room for the item's patches. seqlen: patches of an attention sequence. is_prefetch: no
+        caller waits for the item. Raises QueueFull; the bytes then stay held until ``release``."""
         self._admission._take_patches(self.holder, num_patches, is_prefetch=is_prefetch)
         self._admission.num_squares += num_patches * seqlen
         self.num_patches += num_patches
@@ -76,7 +76,7 @@ class Permit:
         self.num_bytes += num_bytes
 
     def release(self) -> None:
-        """Gives everything back. A second call does nothing."""
+        """Releases the item's part of every limit. Idempotent."""
         if not self._released:
             self._released = True
             self._admission._give_back(self)
@@ -87,7 +87,7 @@ class UndeliveredBytes:
     in addition to the store. Rows that several callers wait for count once, in the first caller's share.
 
     No new encode starts for a caller above its share of ``max_bytes``; encodes that were admitted continue.
-    The bytes that a caller has above its share do not reduce the shares of others.
+    Bytes above a caller's share do not reduce the shares of others.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -96,7 +96,7 @@ class UndeliveredBytes:
         self._shares = Shares(max_bytes)
         self._undelivered: Counter[Holder] = Counter()
         self._readers: dict[int, tuple[Holder, int]] = {}
-        """By the identity of the rows: the holder that they count for, and the callers that wait for them."""
+        """By the rows' identity: their owner, and the number of callers that have not read them."""
 
     def add(self, rows: object, num_bytes: int, holder: Holder = WHOLE) -> None:
         """Adds a caller that ``rows`` are to be delivered to."""
@@ -114,11 +114,11 @@ class UndeliveredBytes:
             self._count(owner, -num_bytes)
 
     def check_room(self, holder: Holder = WHOLE) -> None:
-        """Raises QueueFull, with both numbers, while the caller has no share left."""
+        """Raises QueueFull, with both numbers, while the caller is above its share."""
         if self._shares.room(holder[:1]) <= 0:
             raise QueueFull(
                 f"{self.num_bytes} bytes of rows wait to be read, at most {self.max_bytes} may, three "
-                f"quarters of them one caller's, and {self._undelivered[holder[:1]]} are this one's",
+                f"quarters of them one caller's, and {self._undelivered[holder[:1]]} are this caller's",
                 retry_after_ms=RETRY_AFTER_MS,
                 undelivered_bytes=self.num_bytes,
                 max_bytes=self.max_bytes,
@@ -174,14 +174,7 @@ class Admission:
     def _take_bytes(self, holder: Holder, num_bytes: int) -> None:
         if not self._bytes.take(holder, num_bytes):
             room = max(0, self._bytes.room(holder))
-            raise QueueFull(
-                f"queue holds {self.num_bytes} content bytes of {self.max_bytes}, the item needs "
-                f"{num_bytes}, {room} are left to this caller",
-                retry_after_ms=advice_ms(self._bytes_pace, num_bytes - room),
-                held_bytes=self.num_bytes,
-                needed_bytes=num_bytes,
-                max_bytes=self.max_bytes,
-            )
+            raise queue_full("content bytes", self._bytes, num_bytes, room, self._bytes_pace)
 
     def _take_patches(self, holder: Holder, num_patches: int, *, is_prefetch: bool) -> None:
         room = max(0, self._patches.room(holder))
@@ -189,14 +182,7 @@ class Admission:
             room = min(room, max(0, int(self.max_patches * PREFETCH_SHARE) - self.num_patches))
         if num_patches > room:
             whom = "a prefetch" if is_prefetch else "this caller"
-            raise QueueFull(
-                f"queue holds {self.num_patches} patches of {self.max_patches}, the item needs "
-                f"{num_patches}, {room} are left to {whom}",
-                retry_after_ms=advice_ms(self._patches_pace, num_patches - room),
-                held_patches=self.num_patches,
-                needed_patches=num_patches,
-                max_patches=self.max_patches,
-            )
+            raise queue_full("patches", self._patches, num_patches, room, self._patches_pace, whom)
         self._patches.add(holder, num_patches)
 
     def _give_back(self, permit: Permit) -> None:
@@ -208,6 +194,15 @@ class Admission:
                 pace.note(amount)
 
 
-def advice_ms(pace: Pace | None, needed: float) -> int:
-    """The retry delay: measured, or fixed where there is no ``pace``."""
-    return RETRY_AFTER_MS if pace is None else pace.retry_after_ms(needed)
+def queue_full(
+    unit: str, shares: Shares, needed: int, room: int, pace: Pace | None, whom: str = "this caller"
+) -> QueueFull:
+    """The refusal of an item while ``room`` are left. unit: its last word names the details. pace: of the
+    retry delay; None for a fixed delay."""
+    name = unit.split()[-1]
+    return QueueFull(
+        f"the queue holds {shares.num_used} {unit} of {shares.limit}, the item needs {needed}, "
+        f"{room} are left to {whom}",
+        retry_after_ms=RETRY_AFTER_MS if pace is None else pace.retry_after_ms(needed - room),
+        **{f"held_{name}": shares.num_used, f"needed_{name}": needed, f"max_{name}": shares.limit},
+    )

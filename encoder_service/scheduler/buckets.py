@@ -23,7 +23,8 @@ from encoder_service.scheduler.cost import H200_COST, Calibration, CostModel, La
 # and 1920 x 1080 pixels, at 16 pixels per patch side.
 SEQLEN_BOUNDS = (1024, 4096, 8192)
 MIN_SLOTS = 8
-# Common image sizes in patches: 448, 512 and 768 pixels square. A batch of equal images is a multiple of one.
+# Common image sizes in patches: 448, 512 and 768 pixels square. A batch of equal images has a multiple of one
+# of them.
 COMMON_SIZES = (784, 1024, 2304)
 SMALLEST_SIZE = 64
 # Sizes are multiples of the rows of one matrix-product tile, since sizes between tiles take as long.
@@ -80,7 +81,8 @@ class BucketLadder:
         # and usually one comparison. The planner makes hundreds of choices per batch.
         priced = [Priced(bucket, self._order(bucket)[0]) for bucket in self.buckets]
         self._candidates = [
-            tuple(one for one in priced if one.bucket.num_patches >= size) for size in self.sizes
+            tuple(candidate for candidate in priced if candidate.bucket.num_patches >= size)
+            for size in self.sizes
         ]
 
     def __len__(self) -> int:
@@ -99,8 +101,8 @@ class BucketLadder:
 
     def choose(self, launch: Launch) -> Bucket | None:
         """The cheapest bucket that takes the launch; None to run it eagerly."""
-        found = self.price(launch)
-        return None if found is None else found.bucket
+        priced = self.price(launch)
+        return None if priced is None else priced.bucket
 
     def price(self, launch: Launch) -> Priced | None:
         """Like ``choose``, with the bucket's cost."""

@@ -130,21 +130,24 @@ class CostModel:
         """
         if len(set(timings)) < 3:
             raise ConfigurationError(
-                f"the cost model has 3 unknowns, {len(set(timings))} different timings are given"
+                f"the cost model has 3 unknowns, {len(set(timings))} different timings were measured"
             )
         if min(timing.us for timing in timings) <= 0:
             raise ConfigurationError(
                 f"a measured time is {min(timing.us for timing in timings)} us, needs more than 0"
             )
-        fixed, patch, square, slot_patch = solve_relative([one.features for one in timings], timings)
+        fixed, patch, square, slot_patch = solve_relative([timing.features for timing in timings], timings)
         return cls(fixed, patch, square, slot_patch)
 
     def with_curve(self, timings: Sequence[Timing]) -> CostModel:
         """The same line with a curve through the timings' sizes. Curve, attention and slots are fitted
         together; the curve never decreases. Raises ConfigurationError as ``fit`` does."""
-        sizes = sorted({one.num_patches for one in timings})
+        sizes = sorted({timing.num_patches for timing in timings})
         *levels, square, slot_patch = solve_relative(
-            [(*(float(one.num_patches == size) for size in sizes), *one.features[2:]) for one in timings],
+            [
+                (*(float(timing.num_patches == size) for size in sizes), *timing.features[2:])
+                for timing in timings
+            ],
             timings,
         )
         curve = tuple(zip(sizes, accumulate(levels, max), strict=True))
@@ -166,11 +169,11 @@ class Calibration:
         """Fits a line, or a curve if the line's largest error is above LINE_ERROR and the curve's mean error
         is smaller. Raises ConfigurationError as CostModel.fit does."""
         line = CostModel.fit(timings)
-        found = cls._of(line, timings, seconds)
-        if found.max_error <= LINE_ERROR:
-            return found
+        straight = cls._of(line, timings, seconds)
+        if straight.max_error <= LINE_ERROR:
+            return straight
         curve = cls._of(line.with_curve(timings), timings, seconds)
-        return curve if curve.mean_error < found.mean_error else found
+        return curve if curve.mean_error < straight.mean_error else straight
 
     @classmethod
     def _of(cls, cost: CostModel, timings: Sequence[Timing], seconds: float) -> Calibration:
@@ -185,7 +188,7 @@ def solve_relative(features: Sequence[Sequence[float]], timings: Sequence[Timing
     # Columns are scaled to their largest entry, since squares are a million times the constant.
     scales = rows.max(axis=0)
     scales[scales == 0.0] = 1.0
-    found = np.zeros(len(scales))
+    coefficients = np.zeros(len(scales))
     last = len(scales) - 1
     used = list(range(len(scales)))
     while used:
@@ -193,18 +196,18 @@ def solve_relative(features: Sequence[Sequence[float]], timings: Sequence[Timing
         if rank < len(used):
             if used[-1] != last:
                 raise ConfigurationError(
-                    f"{len(rows)} samples do not tell {len(used)} unknowns of the cost model apart"
+                    f"{len(rows)} samples do not determine {len(used)} unknowns of the cost model"
                 )
             del used[-1]
         elif solution.min() >= 0:
-            found[used] = solution / scales[used]
+            coefficients[used] = solution / scales[used]
             break
         else:
             del used[int(solution.argmin())]
-    return [float(value) for value in found]
+    return [float(value) for value in coefficients]
 
 
-# The default where nothing was measured. Fitted to five exact-shape timings of the half-fused 27-block tower
+# The default without a measurement. Fitted to five exact-shape timings of the half-fused 27-block tower
 # of width 1152 on an H200 in bfloat16 (2.57 ms at 1 x 784 patches, 12.7 at 1 x 4096, 96.4 at 8 x 4096, 52.6
 # at 32 x 784, 79.7 at 36 mixed images), within 1.2 % of each. The last coefficient comes from 14.8 ms for 1 x
 # 4096 in 64 slots of 5120.

@@ -40,12 +40,12 @@ LEAST_GAIN = 0.01
 
 @dataclass(eq=False, slots=True)
 class Ticket:
-    """One item's place in the queue.
+    """One item in the queue.
 
     num_patches: the item's size. deadline_s: the time from which it is dropped, in the engine's clock; None
     for never. is_prefetch: no caller waits for it; an Encode that joins clears the flag. cancelled: every
     caller left. Other threads may change these three while the ticket waits, the deadline only to a later
-    one. The next batch sees the change. is_dropped: the planner dropped it for its deadline, so a later
+    one; the next batch uses the new values. is_dropped: the planner dropped it for its deadline, so a later
     caller must not wait for it. num_sequences: attention sequences of equal length that the patches form.
     num_frames: frames averaged into one row. passes: how often later items overtook it, counted by the
     planner.

@@ -155,15 +155,15 @@ def locate(files: Mapping[str, Path], prefixes: Sequence[tuple[str, ...]]) -> di
     return located
 
 
-def check_names(needed: Set[str], found: Set[str], path: object) -> None:
+def check_names(needed: Set[str], present: Set[str], path: object) -> None:
     """Raises MissingTensors or UnexpectedTensors, with names and count."""
-    if missing := sorted(needed - found):
+    if missing := sorted(needed - present):
         raise MissingTensors(
             f"checkpoint {path} lacks {len(missing)} of {len(needed)} vision tensors: {listing(missing)}",
             count=len(missing),
             needed=len(needed),
         )
-    if extra := sorted(found - needed):
+    if extra := sorted(present - needed):
         raise UnexpectedTensors(
             f"checkpoint {path} has {len(extra)} vision tensors beyond the {len(needed)} that config.json"
             f" calls for: {listing(extra)}",

@@ -54,12 +54,12 @@ def parse_config(values: Mapping[str, object]) -> tuple[Family, VisionConfig]:
     text = config.section("text_config", {})
     if text.has("hidden_size") and text.values["hidden_size"] != sizes.out_width:
         # Rows with another width than the language model's could never be spliced.
-        found = text.values["hidden_size"]
+        hidden_size = text.values["hidden_size"]
         raise UnsupportedCheckpoint(
-            f"the tower's rows are {sizes.out_width} wide, text_config.hidden_size is {found}: they need to"
-            " be equal",
+            f"the tower's rows are {sizes.out_width} wide, text_config.hidden_size is {hidden_size}: they"
+            " need to be equal",
             found=sizes.out_width,
-            needed=found,
+            needed=hidden_size,
         )
     check_heads(sizes)
     return family, sizes

@@ -50,7 +50,7 @@ def rotate(x_PHd: torch.Tensor, cos_Pd: torch.Tensor, sin_Pd: torch.Tensor) -> t
 def permute_pairs(weight: torch.Tensor, num_heads: int) -> torch.Tensor:
     """Permutes the output rows of a q or k projection from adjacent pairs to half-split order.
 
-    weight: [H * d, ...]. Row 2i of a head moves to place i, row 2i + 1 to place i + d/2. q.k is a sum over a
+    weight: [H * d, ...]. Row 2i of a head becomes row i, row 2i + 1 becomes row i + d/2. q.k is a sum over a
     head's elements, so the same permutation of both does not change attention.
     """
     by_pair = weight.reshape(num_heads, -1, 2, *weight.shape[1:])

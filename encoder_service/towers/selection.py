@@ -43,7 +43,7 @@ C = TypeVar("C", bound=Candidate)
 
 
 class WrongResult(Exception):
-    """A candidate computes something else. Raised by trials and caught in this module."""
+    """A candidate's result is wrong. Raised by trials and caught in this module."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class Selection(Generic[C]):
     operation: its name in logs and errors. candidates: the preferred first. tie_share: candidates within this
     share of the fastest count as equally fast, and the preferred one of them is chosen. checks: cases that
     every candidate has to pass before it is timed. num_rounds: how often each candidate is timed in a case;
-    they alternate, because later runs find the device warmer and slower. one_for_all: one candidate for all
+    candidates alternate, because the device becomes warmer and slower. one_for_all: one candidate for all
     cases. errors_are_local: a candidate that raises in one case is excluded from that case only, instead of
     all. fallback: chosen where no candidate is left, instead of an error.
     """
@@ -149,7 +149,7 @@ class Selection(Generic[C]):
         return choices
 
     def check(self, names: Mapping[str, str]) -> Choices[C]:
-        """The candidates that ``names`` states by case: checked as in ``measure``, but not timed. Raises
+        """The candidates that ``names`` gives by case, checked as in ``measure`` but not timed. Raises
         ConfigurationError for a case without a known candidate, and for a candidate that fails."""
         known = {candidate.name: candidate for candidate in self.candidates}
         stated = {case.name: names.get(case.name) for case in self.cases}
@@ -252,9 +252,9 @@ def reason_of(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
-def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     """The Frobenius norm of the difference, relative to that of ``expected``, which is float32."""
-    return float((found.float() - expected).norm() / expected.norm())
+    return float((actual.float() - expected).norm() / expected.norm())
 
 
 def graph_time_ms(run: Callable[[], object], *, repeats: int = 5) -> float:

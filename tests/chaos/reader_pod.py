@@ -17,11 +17,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -44,26 +45,21 @@ RELATIVE = 2e-2
 _requests: ContextVar[list[int]] = ContextVar("requests")
 
 
-@contextmanager
-def counted_requests() -> Iterator[None]:
-    """Every request for rows adds an entry to ``_requests`` of the task that calls the client."""
-    stream: Callable[..., Any] = Server.stream
+def counted_streams() -> AbstractContextManager[object]:
+    """Adds an entry to ``_requests`` of the calling task for every stream of rows that it requests."""
+    stream = Server.stream
 
-    def counted(self: Server, *arguments: Any) -> Any:
+    def counted(server: Server, *arguments: Any) -> Any:
         _requests.get().append(1)
-        return stream(self, *arguments)
+        return stream(server, *arguments)
 
-    Server.stream = counted  # type: ignore[assignment, method-assign]
-    try:
-        yield
-    finally:
-        Server.stream = stream  # type: ignore[method-assign]
+    return mock.patch.object(Server, "stream", counted)
 
 
 @contextmanager
 def late_reads(late_s: float) -> Iterator[None]:
-    """Every copy begins up to late_s after its place became known, and short ones too on a thread, so that
-    one that waits holds up no other."""
+    """Every copy begins up to late_s after its location became known. All copies run on threads, so that a
+    delayed one delays no other."""
     read: Callable[..., Any] = MappedArena.read
     bound_s = resident_module.MAX_LOOP_COPY_S
 
@@ -217,7 +213,7 @@ class ReaderPod:
                     count["without_request"] += not requests
                     count["most_requests"] = max(count["most_requests"], len(requests))
 
-            with late_reads(late_s), counted_requests():
+            with late_reads(late_s), counted_streams():
                 await asyncio.gather(*(read(random.getrandbits(31)) for _ in range(num_readers)))
         return {"reasons": reasons, **{name: count[name] for name in RESULTS}}
 

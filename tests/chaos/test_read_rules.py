@@ -14,13 +14,18 @@ import random
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
 
+from encoder_service.store.allocator import RangeAllocator
 from encoder_service.store.arena import PROBE_BYTES, Arena, Slot
+from encoder_service.store.control_page import ControlPage
+from encoder_service.store.directory import Directory
 from encoder_service.store.embedding_store import EmbeddingStore, Location, Partition
 from encoder_service.store.host_memory import HostMemory
 from encoder_service.types import EncodedItem, Grid
@@ -164,7 +169,7 @@ def expected(key: bytes) -> EncodedItem:
 
 def evict(scene: Scene) -> None:
     """The old item goes, for whatever reason."""
-    tier = scene.store._partitions[None].host
+    tier = scene.store.partition("").host
     entry = tier.find(("", OLD))
     assert entry is not None
     tier.remove(entry)
@@ -213,11 +218,11 @@ class FreesFirst(Arena):
 # -- readers ---------------------------------------------------------------------------------------------
 
 
-def find_place(scene: Scene, key: bytes) -> tuple[int, int, int] | None:
+def find_location(scene: Scene, key: bytes) -> tuple[int, int, int] | None:
     """Slot, generation, offset: of the last announcement, or as the directory lists it."""
-    for announced, place in scene.announced:
+    for announced, location in scene.announced:
         if announced == key:
-            return place.slot_index, place.generation, place.offset_bytes
+            return location.slot_index, location.generation, location.offset_bytes
     record = scene.reader.find("", key)
     return None if record is None else (record.slot_index, record.generation, record.offset_bytes)
 
@@ -227,12 +232,12 @@ def read(scene: Scene, *, waits: bool = True) -> None:
     step = scene.schedule.step
     step("find")
     key = NEW
-    place = find_place(scene, NEW)
-    if place is None:
-        key, place = OLD, find_place(scene, OLD)
-    if place is None:
+    location = find_location(scene, NEW)
+    if location is None:
+        key, location = OLD, find_location(scene, OLD)
+    if location is None:
         return
-    slot_index, generation, offset = place
+    slot_index, generation, offset = location
     copied = bytearray(ROW_BYTES)
     for half in (slice(0, HALF), slice(HALF, ROW_BYTES)):
 
@@ -258,15 +263,15 @@ def compare_first(scene: Scene) -> None:
 # -- all orders ------------------------------------------------------------------------------------------
 
 
-def hooked(schedule: Schedule, target: object, name: str) -> None:
-    """A barrier before each call."""
-    function = getattr(target, name)
+def with_barrier(schedule: Schedule, target: type, name: str) -> AbstractContextManager[object]:
+    """A barrier before each call of a method."""
+    method = getattr(target, name)
 
-    def stopped(*arguments: object, **named: object) -> object:
+    def stopped(*arguments: object) -> object:
         schedule.step(name)
-        return function(*arguments, **named)
+        return method(*arguments)
 
-    setattr(target, name, stopped)
+    return mock.patch.object(target, name, stopped)
 
 
 def play(
@@ -292,19 +297,18 @@ def play(
         if is_announced:
             scene.announced.append((OLD, held.announce()))
         held.drop()
-        for target, name in (
-            (arena.page, "retire"),
-            (arena.directory, "remove"),  # put begins with it
-            (arena._allocator, "free"),
-        ):
-            hooked(schedule, target, name)
         schedule.start("evictor", lambda: evict(scene))
         schedule.start("writer", lambda: writer(scene))
         schedule.start("reader", lambda: reader(scene))
         schedule.start("write stream", scene.write_stream.run)
         schedule.start("copy stream", scene.copy_stream.run)
         try:
-            schedule.run()
+            with (
+                with_barrier(schedule, ControlPage, "retire"),
+                with_barrier(schedule, Directory, "remove"),  # put begins with it
+                with_barrier(schedule, RangeAllocator, "free"),
+            ):
+                schedule.run()
         finally:
             store.close()
     return scene
@@ -387,6 +391,7 @@ def test_p20_p21_each_mutant_gives_wrong_rows_in_some_order(name: str) -> None:
 
 def rewrite_for_ever(arena: Arena, seed: int) -> None:
     """Evicts and writes items whose bytes all are one number, in a slot or in several."""
+    torch.set_num_threads(1)  # OpenMP hangs in a fork of a process that has used its threads
     store = EmbeddingStore(Partition(arena), on_copy_error=lambda _: False)
     chance = random.Random(seed)
     while True:

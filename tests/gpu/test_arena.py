@@ -110,12 +110,10 @@ def test_device_memory_is_beside_torchs_own() -> None:
     view = memory.tensor[256:512]
     memory.close()
     memory.close()
-    assert memory._finalizer.alive
     view.fill_(3)
     torch.cuda.synchronize()
     del view
     gc.collect()
-    assert not memory._finalizer.alive
     assert (torch.cuda.memory_allocated(CUDA), torch.cuda.memory_reserved(CUDA)) == allocated
     # Other processes may use the GPU too: a margin of half the arena.
     assert torch.cuda.mem_get_info(CUDA)[0] >= free_bytes - SIZE // 2
@@ -204,6 +202,5 @@ def test_pinned_host_memory_feeds_the_gpu() -> None:
     del view
     arena.close()
     gc.collect()
-    assert not memory._finalizer.alive
     torch.zeros(1, device=CUDA).add_(1)
     torch.cuda.synchronize()

@@ -83,7 +83,7 @@ def runner(request: pytest.FixtureRequest) -> Iterator[GraphRunner]:
 
 
 def tower_of(runner: GraphRunner) -> FusedTower:
-    tower = runner._tower
+    tower = runner.tower
     assert isinstance(tower, FusedTower)
     return tower
 

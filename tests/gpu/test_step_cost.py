@@ -113,10 +113,11 @@ def test_p29_uploaded_pixels_become_the_preprocessors_bits_and_padding_is_zero(r
     launcher = rig.launcher()
     for _ in range(100):
         items = rig.batch()
-        bucket = rig.runner.can_use(rig.runner.prepare([item.grid for item in items]))
-        assert bucket is not None
-        pixels = rig.runner._pixels[: bucket.num_patches]
-        pixels.fill_(torch.nan)  # in the stream that the launch takes too
+        staged = rig.runner.stage(rig.runner.prepare([item.grid for item in items]))
+        assert staged.bucket is not None
+        pixels = staged.inputs.pixel_values  # the static buffer that the launch writes
+        assert pixels is not None
+        pixels.fill_(torch.nan)
         rows_of(launcher, items)
         expected = torch.cat(
             [

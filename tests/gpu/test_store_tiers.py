@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 import torch
 
@@ -12,6 +10,7 @@ from encoder_service.store.cuda_memory import CudaMemory
 from encoder_service.store.embedding_store import EmbeddingStore, Partition
 from encoder_service.store.host_memory import HostMemory
 from encoder_service.types import EncodedItem, Grid
+from tests.unit.store.arenas import settle
 from tests.unit.store.integrity import check_store
 
 pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings", exc_type=ImportError)
@@ -42,8 +41,7 @@ async def test_p14_p20_rows_are_bit_equal_on_their_way_through_the_tiers() -> No
         reservation.destination.copy_(contents[key])
         torch.cuda.synchronize()
         store.commit(reservation).drop()
-        while store._spills:
-            await asyncio.wait(store._spills.values())
+        await settle(store)
     tiers: tuple[TierName, ...] = ("host", "device")
     for key, expected in contents.items():
         held = store.hold("", key)

@@ -141,7 +141,7 @@ def small_files(family: str, size: str) -> dict[str, str]:
     template = _published(folder, "chat_template.jinja")
     tokenizer_config = json.loads(_published(folder, "tokenizer_config.json"))
     tokenizer_config["added_tokens_decoder"] = added_tokens_decoder(tokens)
-    found = {
+    contents = {
         "config.json": _text(config),
         "tokenizer.json": _text(tokenizer(tokens)),
         "preprocessor_config.json": _published(folder, "preprocessor_config.json"),
@@ -149,15 +149,15 @@ def small_files(family: str, size: str) -> dict[str, str]:
     }
     if not is_kimi:
         tokenizer_config["chat_template"] = template
-        found["video_preprocessor_config.json"] = _published(folder, "video_preprocessor_config.json")
-        found["vocab.json"] = _text(ordinary_vocabulary())
-        found["merges.txt"] = merges_text()
-    found["tokenizer_config.json"] = _text(tokenizer_config)
+        contents["video_preprocessor_config.json"] = _published(folder, "video_preprocessor_config.json")
+        contents["vocab.json"] = _text(ordinary_vocabulary())
+        contents["merges.txt"] = merges_text()
+    contents["tokenizer_config.json"] = _text(tokenizer_config)
     if family == "qwen3_vl":
-        found["chat_template.json"] = _text({"chat_template": template})
+        contents["chat_template.json"] = _text({"chat_template": template})
     else:
-        found["chat_template.jinja"] = template
-    return found
+        contents["chat_template.jinja"] = template
+    return contents
 
 
 def _published(folder: str, name: str) -> str:

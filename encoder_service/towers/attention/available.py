@@ -25,13 +25,13 @@ def available_backends(device: torch.device, *, deterministic: bool = False) -> 
     deterministic: only backends whose rows for a sequence depend on that sequence alone. No kernel here
     splits the keys, and no tile depends on the batch. SDPA then runs sequence by sequence.
     """
-    found: list[AttentionBackend] = []
+    backends: list[AttentionBackend] = []
     for build in BUILDERS.values():
         # An extension built for another torch can fail with any error; unusable_kernels gives the reason.
         with contextlib.suppress(Exception):
-            found.extend(build(device))
-    found.append(SdpaAttention(one_by_one=deterministic))
-    return [backend for backend in found if backend.batch_invariant or not deterministic]
+            backends.extend(build(device))
+    backends.append(SdpaAttention(one_by_one=deterministic))
+    return [backend for backend in backends if backend.batch_invariant or not deterministic]
 
 
 def parse_attention(
@@ -63,8 +63,8 @@ def build(module: str, majors: Collection[int], device: torch.device) -> list[At
     """The backends that a module of this package builds for the device. Raises ConfigurationError, or the
     error of importing the library."""
     require_capability(device, majors)
-    found: list[AttentionBackend] = importlib.import_module(f"{__package__}.{module}").build(device)
-    return found
+    backends: list[AttentionBackend] = importlib.import_module(f"{__package__}.{module}").build(device)
+    return backends
 
 
 def require_capability(device: torch.device, majors: Collection[int]) -> None:

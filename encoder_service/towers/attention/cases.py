@@ -116,13 +116,13 @@ def make_trial(
 
     def error(backend: AttentionBackend) -> float:
         out_PHd = backend.attend(q_PHd, k_PHd, v_PHd, backend.plan(bounds, q_PHd.shape, q_PHd.dtype))
-        found = relative_error(out_PHd[:total], expected)
-        if found <= TOLERANCES[dtype]:
+        deviation = relative_error(out_PHd[:total], expected)
+        if deviation <= TOLERANCES[dtype]:
             if not bool(out_PHd[total:].isfinite().all()):
                 raise WrongResult("padding is not finite")
             if is_invariant:
                 check_invariance(backend, batch, qkv)
-        return found
+        return deviation
 
     def run(backend: AttentionBackend) -> None:
         plan = backend.plan(bounds, q_PHd.shape, q_PHd.dtype)

@@ -85,8 +85,8 @@ def find_operator(module: ModuleType) -> Callable[..., Any]:
         operator: Any = getattr(getattr(module, attribute, None), "fwd", None)
         schema = getattr(getattr(operator, "default", None), "_schema", None)
         if schema is not None and {argument.name for argument in schema.arguments} >= OPERATOR_ARGUMENTS:
-            found: Callable[..., Any] = operator
-            return found
+            forward: Callable[..., Any] = operator
+            return forward
     raise ImportError(f"{module.__name__} has no operator with {', '.join(sorted(OPERATOR_ARGUMENTS))}")
 
 

@@ -90,7 +90,7 @@ def make_trial(
 
     def error(gemm: Gemm) -> float:
         residual = residual_PN.clone()
-        found = call(gemm, layers[0], residual)
+        product = call(gemm, layers[0], residual)
         if rotary is not None:
             expected = kernels.rotate_qkv_(
                 wide.clone(), rotary.coords, rotary.cos, rotary.sin, rotary.layout, rotary.num_heads
@@ -101,9 +101,9 @@ def make_trial(
             expected = gelu(wide, approximate="tanh")
         else:
             expected = residual_PN.float() + wide
-            found = residual if found is None else residual + found
-        assert found is not None
-        return relative_error(found, expected)
+            product = residual if product is None else residual + product
+        assert product is not None
+        return relative_error(product, expected)
 
     return Trial(error, run, TOLERANCE, NUM_CALLS)
 

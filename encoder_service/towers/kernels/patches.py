@@ -276,13 +276,13 @@ def _patchify_items_kernel(
         num_frames = tl.load(sources_ptr + item * 2 + 1).to(tl.int32)
         if (start >= 0) & (num_frames == 0):
             element = tl.arange(0, 2 * PAIRS_TILE)
-            given_row = (in_item + member).to(tl.int64) * (3 * TEMPORAL * PATCH * PATCH)
-            given_row_ptr = (pixels_ptr + start).to(out_ptr.dtype) + given_row
+            source_row = (in_item + member).to(tl.int64) * (3 * TEMPORAL * PATCH * PATCH)
+            source_row_ptr = (pixels_ptr + start).to(out_ptr.dtype) + source_row
             inside = (element < PATCH * PATCH)[None, :]
             for plane in tl.static_range(3 * TEMPORAL):
                 at = plane * (PATCH * PATCH) + element[None, :]
-                given = tl.load(given_row_ptr[:, None] + at, mask=inside)
-                tl.store(out_row_ptr[:, None] + at, given, mask=inside)
+                values = tl.load(source_row_ptr[:, None] + at, mask=inside)
+                tl.store(out_row_ptr[:, None] + at, values, mask=inside)
         elif start >= 0:
             position = in_item % frame_size + member
             if MERGES_TIME:

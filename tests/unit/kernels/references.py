@@ -23,6 +23,13 @@ def padded_rows(x: torch.Tensor, device: torch.device) -> torch.Tensor:
     return view
 
 
+def padding_of(view: torch.Tensor) -> torch.Tensor:
+    """The columns that ``padded_rows`` put before and behind the rows."""
+    num_rows, width = view.shape
+    wide = view.as_strided((num_rows, width + 24), (width + 24, 1), storage_offset=0)
+    return torch.cat([wide[:, :8], wide[:, 8 + width :]], 1)
+
+
 def norm_float32(x_PE: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
     """LayerNorm computed in float64, returned as float32 and not rounded to x's dtype."""
     width = (x_PE.shape[-1],)

@@ -1,4 +1,4 @@
-"""The broker: who may connect, what a client gets, what a bad client can hold or do, the socket's file."""
+"""The broker: who may connect, what a client gets, the limits of bad clients, and the socket's file."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import threading
 from asyncio.selector_events import BaseSelectorEventLoop
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -23,7 +24,7 @@ from structlog.testing import capture_logs
 
 from bench.harness.waiting import wait_until
 from encoder_service import broker as broker_module
-from encoder_service.broker import Broker, BrokerLimits, ListeningSocket
+from encoder_service.broker import BrokerLimits, ListeningSocket
 from encoder_service.errors import ConfigurationError
 from encoder_service.store.arena import Arena
 from tests.unit.transport.broker_rig import (
@@ -84,8 +85,8 @@ def test_p18_a_namespace_sees_its_own_arenas_only(arena: Arena) -> None:
     with small_arena() as own, running_broker((None, arena), ("tenant", own)) as broker:
         path = broker.options.path
         with RawClient(path, namespace="tenant") as tenant, RawClient(path, namespace="other") as other:
-            assert [each.arena_id for each in tenant.welcome.arenas] == [own.arena_id]
-            assert [each.arena_id for each in other.welcome.arenas] == [arena.arena_id]
+            assert [geometry.arena_id for geometry in tenant.welcome.arenas] == [own.arena_id]
+            assert [geometry.arena_id for geometry in other.welcome.arenas] == [arena.arena_id]
             for client, hidden in ((tenant, arena), (other, own)):
                 for reply in (
                     client.attach(hidden.arena_id),
@@ -159,9 +160,9 @@ def refused(path: str, message: pb.BrokerHello) -> pb.BrokerRefused:
 @pytest.mark.parametrize(("newest", "oldest"), [(0, 0), (9, 2)])
 def test_p35_versions_must_overlap(newest: int, oldest: int) -> None:
     with running_broker() as broker:
-        found = refused(broker.options.path, hello(protocol_version=newest, min_protocol_version=oldest))
-        assert (found.reason, found.retryable) == ("PROTOCOL_MISMATCH", False)
-        assert (found.protocol_version, found.min_protocol_version) == (1, 1)
+        refusal = refused(broker.options.path, hello(protocol_version=newest, min_protocol_version=oldest))
+        assert (refusal.reason, refusal.retryable) == ("PROTOCOL_MISMATCH", False)
+        assert (refusal.protocol_version, refusal.min_protocol_version) == (1, 1)
         with RawClient(broker.options.path, greet=False) as client:
             assert client.ask(hello=hello(protocol_version=9)).welcome.protocol_version == 1
 
@@ -205,8 +206,8 @@ def test_user_ids_are_those_of_the_kernel(arena: Arena) -> None:
 
 def test_long_names_are_refused_with_both_numbers() -> None:
     with running_broker() as broker:
-        found = refused(broker.options.path, hello(client_name="n" * 129))
-        assert (found.reason, found.message.split()[2]) == ("INVALID_REQUEST", "129")
+        refusal = refused(broker.options.path, hello(client_name="n" * 129))
+        assert (refusal.reason, refusal.message.split()[2]) == ("INVALID_REQUEST", "129")
 
 
 # -- bad clients -----------------------------------------------------------------------------------------
@@ -214,19 +215,11 @@ def test_long_names_are_refused_with_both_numbers() -> None:
 
 @contextlib.contextmanager
 def users(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """The user id and process id that the kernel reports of those who connect from now on."""
-    found = [1000, 1]
-    real = broker_module._UCRED
-
-    class Credentials:
-        size = real.size
-
-        def unpack(self, _: bytes) -> tuple[int, int, int]:
-            return found[1], found[0], 0
-
+    """The user id and process id that the kernel reports of clients that connect from now on."""
+    ids = [1000, 1]
     with monkeypatch.context() as patched:
-        patched.setattr(broker_module, "_UCRED", Credentials())
-        yield found
+        patched.setattr(broker_module, "peer_of", lambda _: (ids[1], ids[0]))
+        yield ids
 
 
 def test_p69_connections_are_bounded_and_shared_by_user_namespace_and_process(
@@ -334,15 +327,16 @@ def test_p17_what_a_client_does_not_read_is_bounded(arena: Arena) -> None:
 
 
 def test_a_defect_in_one_request_ends_that_connection_only(
-    arena: Arena, monkeypatch: pytest.MonkeyPatch
+    arena: Arena,
 ) -> None:
-    with running_broker((None, arena)) as broker, RawClient(broker.options.path) as client:
-        with monkeypatch.context() as patched:
-            patched.setattr(Broker, "_attach", lambda *_: 1 // 0)
-            client.socket.sendall(client.frame(attach=pb.BrokerAttach(arena_id=arena.arena_id)))
+    def opens(namespace: str, token: str) -> bool:
+        return bool(1 // (namespace != "defect"))
+
+    with running_broker((None, arena), opens=opens) as broker, RawClient(broker.options.path) as other:
+        with RawClient(broker.options.path, greet=False) as client:
+            client.socket.sendall(client.frame(hello=hello(namespace="defect")))
             assert client.ended()
-        with RawClient(broker.options.path) as other:
-            assert other.attach(arena.arena_id).HasField("attached")
+        assert other.attach(arena.arena_id).HasField("attached")
 
 
 def test_p71_without_descriptors_accepting_pauses_with_one_line(
@@ -364,8 +358,8 @@ def test_p71_without_descriptors_accepting_pauses_with_one_line(
         RawClient(broker.options.path) as client,
     ):
         assert client.attach(arena.arena_id).HasField("attached")
-    said = [entry for entry in logs if "accept" in entry["event"]]
-    assert [entry["cause"] for entry in said] == ["Too many open files"]
+    failures_logged = [entry for entry in logs if "accept" in entry["event"]]
+    assert [entry["cause"] for entry in failures_logged] == ["Too many open files"]
 
 
 # -- clients that do not read ------------------------------------------------------------------------------
@@ -419,7 +413,7 @@ def test_p69_a_pipelined_attach_waits_for_its_reader(arena: Arena) -> None:
 def test_p69_a_client_that_does_not_read_is_ended_in_time(
     arena: Arena, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it was sent counts until it reads it or closes, also when its connection has ended."""
+    """Its attach counts until it reads or closes, also after its connection has ended."""
     monkeypatch.setattr(broker_module, "TICK_S", 0.02)
     limits = BrokerLimits(unread_s=0.1)
     before = num_descriptors()
@@ -428,12 +422,11 @@ def test_p69_a_client_that_does_not_read_is_ended_in_time(
             probe = client.frame(probe=pb.BrokerProbe(arena_id=arena.arena_id))
             client.socket.sendall(client.attach_frame(arena.arena_id) if kind == "attach" else probe)
             wait_until(lambda: broker.num_connections == 1)
-            assert broker._unread.num_used == (kind == "attach")
+            assert broker.num_unread_attaches == (kind == "attach")
             if kind == "attach":
                 assert client.reply() is not None
                 assert client.reply() is None
-        wait_until(lambda: broker._unread.num_used == 0)
-        wait_until(lambda: not broker._ended)
+        wait_until(lambda: broker.num_unread_attaches == 0)
         assert idle.attach(arena.arena_id).HasField("attached"), "idle is not unread"
     assert num_descriptors() <= before
 
@@ -441,22 +434,22 @@ def test_p69_a_client_that_does_not_read_is_ended_in_time(
 def test_p69_a_client_that_sends_without_a_pause_delays_nobody(
     arena: Arena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its next bytes are always there, and it always reads."""
-    receive, send = BaseSelectorEventLoop.sock_recv, Broker._send
+    """The client's next bytes have always arrived, and it always reads."""
+    receive, send = BaseSelectorEventLoop.sock_recv, socket.socket.sendmsg
     frame = encode_frame(pb.BrokerRequest(request_id=1).SerializeToString())
-    flooding = list[socket.socket]()
+    accepted, flooding = list[socket.socket](), list[socket.socket]()
 
     async def receive_at_once(loop: BaseSelectorEventLoop, client: socket.socket, size: int) -> bytes:
+        accepted.append(client)
         return frame if client in flooding else await receive(loop, client, size)
 
-    def send_or_lose(broker: Broker, client: broker_module._Client, *given: object) -> None:
-        if client.socket not in flooding:
-            send(broker, client, *given)  # type: ignore[arg-type]
+    def send_or_lose(client: socket.socket, buffers: list[bytes], *options: Any) -> int:
+        return len(buffers[0]) if client in flooding else send(client, buffers, *options)
 
     monkeypatch.setattr(BaseSelectorEventLoop, "sock_recv", receive_at_once)
-    monkeypatch.setattr(Broker, "_send", send_or_lose)
+    monkeypatch.setattr(socket.socket, "sendmsg", send_or_lose)
     with running_broker((None, arena)) as broker, RawClient(broker.options.path) as bad:
-        flooding.append(next(iter(broker._clients)).socket)
+        flooding.append(accepted[0])
         try:
             bad.socket.sendall(frame)
             for _ in range(3):
@@ -471,12 +464,11 @@ def test_p69_a_user_without_a_hello_crowds_out_its_own_connections_only(
 ) -> None:
     with (
         running_broker((None, arena), limits=BrokerLimits(pending=8)) as broker,
-        users(monkeypatch) as user,
         contextlib.ExitStack() as stack,
     ):
+        peers = itertools.chain([(1, 1000)], itertools.repeat((1, 1001)))
+        monkeypatch.setattr(broker_module, "peer_of", lambda _: next(peers))
         other = stack.enter_context(RawClient(broker.options.path, greet=False))
-        wait_until(lambda: len(broker._clients) == 1)
-        user[0] = 1001
         flood = [stack.enter_context(RawClient(broker.options.path, greet=False)) for _ in range(40)]
         assert flood[0].ended()
         assert other.ask(hello=hello()).HasField("welcome")
@@ -493,16 +485,17 @@ def test_p71_the_limits_fit_into_the_process_descriptors() -> None:
 
 
 @given(st.lists(st.binary(max_size=300), max_size=6), st.lists(st.integers(min_value=0), max_size=40))
-def test_frames_cut_anywhere_are_read(payloads: list[bytes], places: list[int]) -> None:
+def test_frames_cut_anywhere_are_read(payloads: list[bytes], cuts: list[int]) -> None:
     data = b"".join(map(encode_frame, payloads))
-    edges = sorted({0, len(data), *(place % (len(data) + 1) for place in places)})
-    reader, found = FrameReader(), list[bytes]()
+    edges = sorted({0, len(data), *(cut % (len(data) + 1) for cut in cuts)})
+    reader, read = FrameReader(), list[bytes]()
     for start, end in itertools.pairwise(edges):
         reader.feed(data[start:end])
         while (payload := reader.next_payload()) is not None:
-            found.append(payload)
-    assert found == payloads
-    assert not reader._buffer
+            read.append(payload)
+    assert read == payloads
+    reader.feed(encode_frame(b"next"))
+    assert reader.next_payload() == b"next"
 
 
 @given(st.binary(min_size=1, max_size=64))
@@ -526,7 +519,7 @@ def test_the_largest_frame_is_written_and_a_larger_one_is_not() -> None:
 # -- the socket's file -----------------------------------------------------------------------------------
 
 
-def refusal(path: Path) -> str:
+def path_refusal(path: Path) -> str:
     with pytest.raises(ConfigurationError) as caught:
         ListeningSocket(str(path))
     return caught.value.message
@@ -572,7 +565,7 @@ def test_p21_the_socket_of_a_dying_broker_is_waited_for(
 @pytest.mark.usefixtures("impatient")
 def test_a_live_socket_is_left_alone_and_named_also_with_a_full_queue(folder: Path) -> None:
     first = ListeningSocket(str(folder / "s"), backlog=1)
-    assert f"{folder / 's'}: another process listens" in refusal(folder / "s")
+    assert f"{folder / 's'}: another process listens" in path_refusal(folder / "s")
     with contextlib.ExitStack() as stack:
         for _ in range(50):
             client = stack.enter_context(socket.socket(socket.AF_UNIX))
@@ -583,14 +576,14 @@ def test_a_live_socket_is_left_alone_and_named_also_with_a_full_queue(folder: Pa
                 break
         else:
             pytest.fail("the queue never filled")
-        assert "another process listens" in refusal(folder / "s")
+        assert "another process listens" in path_refusal(folder / "s")
     assert first.is_in_place()
     first.close()
 
 
 def test_a_file_that_is_not_a_socket_is_left_alone(folder: Path) -> None:
     (folder / "s").write_text("precious")
-    assert "not a socket" in refusal(folder / "s")
+    assert "not a socket" in path_refusal(folder / "s")
     assert (folder / "s").read_text() == "precious"
 
 
@@ -616,4 +609,4 @@ def test_p69_a_folder_that_everybody_can_write_to_is_warned_of(
 
 
 def test_a_folder_that_is_not_there_is_named() -> None:
-    assert "/nowhere/at/all does not exist" in refusal(Path("/nowhere/at/all/s"))
+    assert "/nowhere/at/all does not exist" in path_refusal(Path("/nowhere/at/all/s"))
