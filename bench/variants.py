@@ -195,7 +195,7 @@ class Family:
         self._add_runner("graph", runner, begun)
         if GRAPH_TORCH in self.variants:
             begun = time.perf_counter()
-            kernels = Kernels(runner._tower.attention, TORCH_CHOICES)  # type: ignore[attr-defined]
+            kernels = Kernels(runner.tower.attention, TORCH_CHOICES)  # type: ignore[attr-defined]
             twin = captured_runner(self.tower, kernels, runner.ladder)  # type: ignore[arg-type]
             self._add_runner(GRAPH_TORCH, twin, begun)
 
@@ -254,7 +254,7 @@ def run_step(runner: GraphRunner, grids: Sequence[Grid], pixels: Sequence[torch.
 def describe_runner(runner: GraphRunner) -> dict[str, Any]:
     """The graphs, their memory, the attention backend of each measured shape, and the gemm backend of each
     product by number of rows."""
-    attention, gemms = runner._tower.attention, runner._tower.gemms  # type: ignore[attr-defined]
+    attention, gemms = runner.tower.attention, runner.tower.gemms
     return {
         "graphs": len(runner.ladder),
         "sizes": list(runner.ladder.sizes),
