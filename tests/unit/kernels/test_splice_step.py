@@ -226,30 +226,6 @@ def test_rows_of_a_gpu_have_arrived_when_the_embeddings_are_the_hosts(generator:
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_rows_for_the_hosts_embeddings_are_waited_for(
-    device: torch.device, generator: torch.Generator
-) -> None:
-    """The rows are written behind slow work of the same stream."""
-    prompt = make_prompt([(1, 300), (2, 200)])
-    rows = rows_of(prompt, generator, 128)
-    written = [one.to(device) for one in rows]
-    empty = [torch.full_like(one, torch.nan) for one in written]
-    splicer = Splicer(prompt.spans, empty, RowsLayout(64, 1), inputs_embeds_dtype=torch.float32)
-    held = torch.zeros(len(prompt), 64)
-    torch.cuda.synchronize(device)
-    torch.cuda._sleep(300_000_000)  # type: ignore[no-untyped-call]
-    for target, source in zip(empty, written, strict=True):
-        target.copy_(source)
-    spliced = splice_step(held, [StepChunk(splicer, 0, len(prompt))])
-    found = held.clone(), spliced.deepstack.clone()
-    expected, levels, visual = expected_step(
-        torch.zeros(len(prompt), 64), [(prompt, rows, 0, len(prompt))], 1
-    )
-    assert torch.equal(found[0], expected)
-    assert torch.equal(found[1], levels[:, visual])
-
-
-@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("place", ["device", "pinned", "pageable", "apart"])
