@@ -1,4 +1,4 @@
-"""Clips on a GPU: pieces replay graphs beside images. Rows equal the float32 tower's, inline and in memory."""
+"""Clips on a GPU: pieces replay graphs beside images. Rows equal the float32 tower's, by every transport."""
 
 from __future__ import annotations
 
