@@ -43,7 +43,7 @@ def raster_coordinates(height: int, width: int) -> tuple[torch.Tensor, torch.Ten
 
 
 def merge_order(height: int, width: int, merge_size: int) -> torch.Tensor:
-    """Raster index of the patch at each place of the merge order, int64 [N]: blocks of merge_size squared
+    """Raster index of the patch at each position of the merge order, int64 [N]: blocks of merge_size squared
     patches in raster order, and patches within a block likewise."""
     raster = torch.arange(height * width)
     blocks = raster.view(height // merge_size, merge_size, width // merge_size, merge_size)
@@ -51,7 +51,7 @@ def merge_order(height: int, width: int, merge_size: int) -> torch.Tensor:
 
 
 def linear_taps(size: int, table_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Taps and weights, int64 and float32 [size, 2], that stretch a table over ``size`` places with both ends
+    """Taps and weights, int64 and float32 [size, 2], that stretch a table over ``size`` points with both ends
     fixed, as interpolate(mode="bilinear", align_corners=True) does along one axis."""
     source = torch.arange(size, dtype=torch.float32) * (table_size - 1) / max(size - 1, 1)
     floor = source.floor()

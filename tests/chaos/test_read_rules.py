@@ -362,7 +362,7 @@ MUTANTS: dict[str, tuple[type[Arena], Callable[[Scene], None], Callable[[Scene],
 }
 
 
-@pytest.mark.parametrize("is_announced", [True, False], ids=["by place", "by directory"])
+@pytest.mark.parametrize("is_announced", [True, False], ids=["by location", "by directory"])
 def test_p20_p21_no_order_of_steps_gives_wrong_rows(is_announced: bool) -> None:
     run = partial(play, arena_class=Arena, writer=write, reader=read, is_announced=is_announced)
     num_orders = read_old = read_new = lost = 0

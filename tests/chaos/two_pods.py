@@ -101,7 +101,7 @@ class TwoPods:
     def test_p20_p25_rows_at_a_place_and_in_the_directory_are_equal_to_inline(
         self, site: Site, concurrency: int
     ) -> None:
-        """The first read is answered with a place; the second uses the directory and makes no call."""
+        """The first read is answered with a location; the second uses the directory and makes no call."""
         chosen, encoder = images(self.num_images), site.encoder
 
         def num_encodes() -> float:

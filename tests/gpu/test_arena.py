@@ -50,7 +50,7 @@ def filled(arena: Arena, num_bytes: int) -> tuple[Slot, str]:
     return slot, hashlib.sha256(bytes(rows.numpy())).hexdigest()
 
 
-def place(arena: Arena, slot: Slot) -> dict[str, int]:
+def location_of(arena: Arena, slot: Slot) -> dict[str, int]:
     return {
         "slot_index": slot.index,
         "generation": arena.generation(slot),
@@ -153,7 +153,7 @@ def test_a_reader_cannot_write(reader_of: Callable[[Arena], Pod]) -> None:
         refused = reader.ask("write", offset_bytes=slot.offset_bytes, num_bytes=slot.num_bytes)
         assert refused["status"] != 0
         assert refused["graph"], "a refused write leaves the reader's context in order"
-        assert reader.ask("read", **place(arena, slot))["digest"] == digest
+        assert reader.ask("read", **location_of(arena, slot))["digest"] == digest
 
 
 def test_p21_no_torn_copy_is_taken_while_a_slot_is_rewritten(reader_of: Callable[[Arena], Pod]) -> None:

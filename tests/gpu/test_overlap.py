@@ -208,19 +208,6 @@ def test_p31_items_through_the_engine_get_their_own_rows_from_many_threads(rig: 
     assert engine.counters.items == 4 * 40 * 8
 
 
-def test_p14_p30_more_batches_in_flight_than_slots_keep_their_own_rows(rig: Rig) -> None:
-    """A slow device in front of six batches: rows stay in the graphs' pool for none of them."""
-    launcher = rig.launcher()
-    batches = [rig.batch() for _ in range(6)]
-    expected = [rig.expected(items) for items in batches]
-    torch.cuda.synchronize()
-    torch.cuda._sleep(50_000_000)  # type: ignore[no-untyped-call]
-    in_flight = [launcher.launch(items) for items in batches]
-    for launched, right in zip(in_flight, expected, strict=True):
-        launched.wait()
-        assert relative_error(torch.cat(list(launched.collect())), right) < RELATIVE
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_rounding_on_the_host_is_rounding_on_the_device(dtype: torch.dtype) -> None:
     bits = torch.randint(-(1 << 31), 1 << 31, (1 << 20,), dtype=torch.int64).to(torch.int32)

@@ -54,7 +54,7 @@ def pixels_of(item: TowerItem) -> torch.Tensor:
     return item.frames_THWC if isinstance(item, FrameItem) else item.pixel_values
 
 
-def places_for(rig: Rig, items: list[TowerItem], *, apart: bool) -> list[torch.Tensor]:
+def destinations_for(rig: Rig, items: list[TowerItem], *, apart: bool) -> list[torch.Tensor]:
     """On the device, next to each other or one row apart."""
     plain = rig.tower.plain
     counts = [plain.num_rows(item.grid) for item in items]
@@ -67,9 +67,9 @@ def places_for(rig: Rig, items: list[TowerItem], *, apart: bool) -> list[torch.T
     return found
 
 
-def on_host(places: list[torch.Tensor]) -> list[torch.Tensor]:
+def on_host(destinations: list[torch.Tensor]) -> list[torch.Tensor]:
     """The same in pinned memory."""
-    return [torch.full(one.shape, torch.nan, dtype=one.dtype, pin_memory=True) for one in places]
+    return [torch.full(one.shape, torch.nan, dtype=one.dtype, pin_memory=True) for one in destinations]
 
 
 def test_p20_p21_p30_rows_are_right_in_every_kind_of_destination(rig: Rig) -> None:
@@ -82,27 +82,30 @@ def test_p20_p21_p30_rows_are_right_in_every_kind_of_destination(rig: Rig) -> No
     in_flight: deque[tuple[int, LaunchedBatch, list[torch.Tensor | None]]] = deque()
 
     def finish() -> None:
-        index, launched, places = in_flight.popleft()
+        index, launched, destinations = in_flight.popleft()
         launched.wait()
         found = list(launched.collect())
-        assert all(place is None or rows is place for rows, place in zip(found, places, strict=True))
+        assert all(
+            destination is None or rows is destination
+            for rows, destination in zip(found, destinations, strict=True)
+        )
         rows = torch.cat([one.cpu() for one in found])
         assert relative_error(rows, expected[index]) < RELATIVE, index
 
     for _ in range(400):
         index = generator.randrange(len(batches))
-        on_device = places_for(rig, batches[index], apart=generator.random() < 0.5)
+        on_device = destinations_for(rig, batches[index], apart=generator.random() < 0.5)
         kinds = generator.choice(("d", "h", "n", "dh", "dhn"))
         choices: dict[str, list[Any]] = {
             "d": on_device,
             "h": on_host(on_device),
             "n": [None] * len(on_device),
         }
-        places = [choices[generator.choice(kinds)][number] for number in range(len(on_device))]
+        destinations = [choices[generator.choice(kinds)][number] for number in range(len(on_device))]
         torch.cuda.current_stream().synchronize()  # destinations are free once they are reserved
         with torch.cuda.stream(noise):
             block[: 32 << 20].copy_(block[32 << 20 :])
-        in_flight.append((index, launcher.launch(batches[index], places), places))
+        in_flight.append((index, launcher.launch(batches[index], destinations), destinations))
         if len(in_flight) == 2:
             finish()
     while in_flight:
@@ -167,16 +170,19 @@ def full_rig() -> Iterator[Rig]:
 
 
 @pytest.mark.whole_device
-@pytest.mark.parametrize("place", ["host", "device"])
+@pytest.mark.parametrize("destination", ["host", "device"])
 @pytest.mark.parametrize("case", CASES)
-def test_a_launch_costs_the_host_little(full_rig: Rig, case: str, place: str) -> None:
-    """At a full bucket. place: where the rows go."""
+def test_a_launch_costs_the_host_little(full_rig: Rig, case: str, destination: str) -> None:
+    """At a full bucket. destination: where the rows go."""
     count, side = CASES[case]
     items = [full_rig.item(Grid(1, side, side), frames=True) for _ in range(count)]
-    places = places_for(full_rig, items, apart=False) if place == "device" else []
+    destinations = destinations_for(full_rig, items, apart=False) if destination == "device" else []
     launcher, repeats = full_rig.launcher(), WARM_UP + LAUNCHES
-    seconds = host_seconds(launcher, items, repeats, places)[WARM_UP:]
+    seconds = host_seconds(launcher, items, repeats, destinations)[WARM_UP:]
     median_us, least_us = statistics.median(seconds) * 1e6, min(seconds) * 1e6
-    print(f"{count} items to the {place}: a launch costs the host {median_us:.0f} us (least {least_us:.0f})")
-    # What else runs on the host only adds to it.
+    print(
+        f"{count} items to the {destination}: a launch costs the host {median_us:.0f} us "
+        f"(least {least_us:.0f})"
+    )
+    # The least is compared, because other work on the host only adds to it.
     assert least_us < (ONE_IMAGE_US if count == 1 else FULL_BUCKET_US)

@@ -1,4 +1,4 @@
-"""Clips on a GPU: pieces replay graphs beside images, and rows equal the float32 tower's, also at a place."""
+"""Clips on a GPU: pieces replay graphs beside images. Rows equal the float32 tower's, by every transport."""
 
 from __future__ import annotations
 

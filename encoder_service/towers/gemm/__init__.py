@@ -134,7 +134,7 @@ def pair_rows(tensor: torch.Tensor, num_heads: int) -> torch.Tensor:
     """Reorders the outputs of a packed q, k, v projection so that elements that rotate together are adjacent.
 
     tensor: weight [3 * H * d, K] or bias [3 * H * d]. Within a head of q and of k, element i of the first
-    half moves to place 2i and its partner i + d/2 to 2i + 1. q.k is a sum over a head's elements, so the same
+    half moves to row 2i and its partner i + d/2 to 2i + 1. q.k is a sum over a head's elements, so the same
     order in both does not change attention. v is unchanged.
     """
     q_k, v = tensor.tensor_split([tensor.shape[0] // 3 * 2])

@@ -29,7 +29,7 @@ class SmallTower:
         generator = torch.Generator().manual_seed(5)
         self.merges_time = merges_time
         self.embed = torch.randn(PATCH_DIM, HIDDEN, generator=generator)
-        self.place = torch.randn(4, HIDDEN, generator=generator) / 10
+        self.position = torch.randn(4, HIDDEN, generator=generator) / 10
         self.merge = torch.randn(4 * HIDDEN, WIDTH, generator=generator)
         self.forwards: list[FusedInputs] = []
         self.inputs = FusedInputBuilder(lambda grid: None, merge_size=2, merges_time=merges_time)
@@ -45,7 +45,7 @@ class SmallTower:
         assert inputs.pixel_values is not None
         grids = grids_of(inputs.items)
         coords = host_coords(grids, inputs.num_patches, self.merge_size, self.merges_time)
-        x = inputs.pixel_values @ self.embed + coords.float() @ self.place
+        x = inputs.pixel_values @ self.embed + coords.float() @ self.position
         if self.merges_time:
             x = x + host_frame_index(grids, inputs.num_patches)[:, None].float()
         bounds = inputs.cu_seqlens.tolist()

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from encoder_service.engine.graphs import GraphRunner, filling_grids
-from encoder_service.errors import ConfigurationError, NotReady
+from encoder_service.errors import ConfigurationError
 from encoder_service.scheduler.buckets import Bucket, BucketLadder, default_ladder
 from encoder_service.scheduler.cost import Launch
 from encoder_service.types import Grid
@@ -113,38 +113,6 @@ def test_every_batch_of_a_bucket_runs_in_the_same_memory_and_shapes() -> None:
     assert {inputs.max_seqlen for inputs in tower.forwards} == {40}
 
 
-def test_p28_one_set_serves_stills_and_clips() -> None:
-    tower = SmallTower(merges_time=True)
-    runner = runner_for(tower)
-    for grids in ([Grid(1, 4, 4)], [Grid(2, 2, 4)], [Grid(1, 2, 4), Grid(2, 2, 2)]):
-        pixels = pixels_of(grids)
-        rows = runner.run(tower.prepare(grids), [pixels])
-        torch.testing.assert_close(rows, alone(tower, grids, pixels), rtol=1e-5, atol=1e-5)
-    assert runner.counters.padded_runs == {Bucket(16, 2, 16, FRAMES): 3}
-
-
-@pytest.mark.parametrize(
-    ("merges_time", "grids"),
-    [
-        (False, [Grid(1, 10, 10)]),
-        (False, [Grid(1, 2, 2)] * 10),
-        (False, [Grid(10, 2, 2)]),
-        (True, [Grid(4, 2, 2)]),
-        (True, [Grid(1, 12, 10)]),
-    ],
-    ids=["patches", "sequences", "frames-as-sequences", "frames-per-row", "patches-merged"],
-)
-def test_p29_what_no_bucket_takes_runs_eager_and_right(merges_time: bool, grids: list[Grid]) -> None:
-    tower = SmallTower(merges_time=merges_time)
-    runner = runner_for(tower)
-    pixels = pixels_of(grids)
-    assert runner.can_use(tower.prepare(grids)) is None
-    rows = runner.run(tower.prepare(grids), [pixels])
-    assert torch.equal(rows, alone(tower, grids, pixels))
-    assert runner.counters.eager_runs == 1
-    assert runner.counters.padded_patches == 0
-
-
 @pytest.mark.parametrize("grids", [[Grid(1, 4, 4)], [Grid(1, 10, 10)]], ids=["bucket", "eager"])
 @pytest.mark.parametrize(("extra", "patch_dim"), [(-1, PATCH_DIM), (1, PATCH_DIM), (0, PATCH_DIM + 1)])
 def test_wrong_pixels_are_refused_and_the_next_batch_is_right(
@@ -167,15 +135,6 @@ def test_p27_capture_needs_a_gpu() -> None:
     runner = runner_for(SmallTower())
     assert runner.ready
     assert runner.capture_all() == []
-
-
-def test_p27_no_batch_runs_before_every_bucket_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    tower = SmallTower()
-    runner = runner_for(tower)
-    monkeypatch.setattr(runner, "_capture", True)
-    assert not runner.ready
-    with pytest.raises(NotReady, match="0 of 4 graphs are captured"):
-        runner.run(tower.prepare([Grid(1, 2, 2)]), [torch.zeros(4, PATCH_DIM)])
 
 
 @settings(deadline=None)

@@ -80,12 +80,12 @@ def test_positions_and_temporal_rows_equal_the_plain_path(
 @pytest.mark.parametrize("table_size", [pytest.param(48, marks=pytest.mark.extended), 64])
 @pytest.mark.parametrize("mode", ["linear", "cubic"])
 def test_every_side_has_the_plain_taps(mode: Mode, table_size: int, device: torch.device) -> None:
-    """Short sides and a few places of long ones, against the same float32 steps. A table of one-hot rows
-    shows each tap's entry and weight: a place on a whole entry must not move to its neighbour."""
-    places = [(side, place) for side in (1, 2, 3, 5, 7) for place in range(side)]
-    places += [(side, place) for side in (48, 64, 95, 127) for place in (1, side // 3, side - 1)]
-    coords = torch.tensor([[0, place, 1, side] for side, place in places], dtype=torch.int32)
-    x, ones = torch.zeros(len(places), table_size, device=device), torch.ones(table_size, device=device)
+    """Short sides and a few positions of long ones, against the same float32 steps. A table of one-hot rows
+    shows each tap's entry and weight: a position on a whole entry must not move to its neighbour."""
+    positions = [(side, position) for side in (1, 2, 3, 5, 7) for position in range(side)]
+    positions += [(side, position) for side in (48, 64, 95, 127) for position in (1, side // 3, side - 1)]
+    coords = torch.tensor([[0, position, 1, side] for side, position in positions], dtype=torch.int32)
+    x, ones = torch.zeros(len(positions), table_size, device=device), torch.ones(table_size, device=device)
     embed_norm(
         x,
         torch.eye(table_size, device=device),
@@ -97,7 +97,7 @@ def test_every_side_has_the_plain_taps(mode: Mode, table_size: int, device: torc
         table_height=1,
         table_width=table_size,
     )
-    for found, (side, place) in zip(x.cpu(), places, strict=True):
+    for found, (side, position) in zip(x.cpu(), positions, strict=True):
         index, weight = TAPS[mode](side, table_size)
-        expected = torch.zeros(table_size).index_add_(0, index[place], weight[place])
-        assert (found - expected).abs().max() < 1e-6, (side, place)
+        expected = torch.zeros(table_size).index_add_(0, index[position], weight[position])
+        assert (found - expected).abs().max() < 1e-6, (side, position)

@@ -42,7 +42,7 @@ def expanded(inputs: FusedInputs, device: torch.device, *, merge_size: int, merg
 def assert_equal_tables(
     tables: PatchTables, inputs: FusedInputs, grids: list[Grid], *, merge_size: int, merges_time: bool
 ) -> None:
-    """Also where a place weighs nothing: it is read nevertheless, and 0 * NaN of another item is NaN."""
+    """Entries of weight zero are read too, and 0 * NaN of another item is NaN."""
     coords = host_coords(grids, inputs.num_patches, merge_size, merges_time)
     assert tables.coords.dtype == coords.dtype
     assert torch.equal(tables.coords, coords)

@@ -11,7 +11,7 @@ from tests.unit.kernels.references import assert_near, norm_float32, padded_rows
 
 
 def mixed_merge(num_frames: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """index and weight [7, F]: a clip of F frames of 4 patches, then a still of 3 whose unused places repeat
+    """index and weight [7, F]: a clip of F frames of 4 patches, then a still of 3 whose unused entries repeat
     its own patch with weight zero."""
     clip = torch.arange(4)[:, None] + 4 * torch.arange(num_frames)
     still = (4 * num_frames + torch.arange(3)[:, None]).expand(3, num_frames)

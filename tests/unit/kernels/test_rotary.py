@@ -20,8 +20,8 @@ def coordinate_tables(head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def random_coords(generator: torch.Generator, num_patches: int) -> torch.Tensor:
-    place = torch.randint(MAX_SIDE, (num_patches, 2), generator=generator, dtype=torch.int32)
-    return torch.cat([place, place + 1], dim=1)
+    position = torch.randint(MAX_SIDE, (num_patches, 2), generator=generator, dtype=torch.int32)
+    return torch.cat([position, position + 1], dim=1)
 
 
 def rotated(

@@ -122,7 +122,7 @@ def test_p02_requests_of_one_step_keep_their_own_rows(
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_rows_of_several_dtypes_and_strides_and_places(
+def test_rows_of_several_dtypes_and_strides_and_devices(
     backend: Any, device: torch.device, generator: torch.Generator, launches: list[int]
 ) -> None:
     """float32 rows that lie apart and start off a multiple of 16 bytes, bfloat16 rows, rows on the host."""
@@ -132,8 +132,8 @@ def test_rows_of_several_dtypes_and_strides_and_places(
     rows[1] = rows[1].bfloat16()
     wide = torch.full((3, layout.width + 1), torch.nan, device=device)
     wide[:, 1:] = rows[0].to(device)
-    placed = [wide[:, 1:], rows[1].to(device), rows[2]]
-    splicer = Splicer(prompt.spans, placed, layout, inputs_embeds_dtype=torch.float32)
+    stored = [wide[:, 1:], rows[1].to(device), rows[2]]
+    splicer = Splicer(prompt.spans, stored, layout, inputs_embeds_dtype=torch.float32)
     embeds = torch.zeros(len(prompt), 12)
     expected, expected_levels, visual = expected_step(embeds, [(prompt, rows, 0, len(prompt))], 1)
     held = embeds.to(device)
@@ -225,48 +225,24 @@ def test_rows_of_a_gpu_have_arrived_when_the_embeddings_are_the_hosts(generator:
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_rows_for_the_hosts_embeddings_are_waited_for(
-    device: torch.device, generator: torch.Generator
-) -> None:
-    """The rows are written behind slow work of the same stream."""
-    prompt = make_prompt([(1, 300), (2, 200)])
-    rows = rows_of(prompt, generator, 128)
-    written = [one.to(device) for one in rows]
-    empty = [torch.full_like(one, torch.nan) for one in written]
-    splicer = Splicer(prompt.spans, empty, RowsLayout(64, 1), inputs_embeds_dtype=torch.float32)
-    held = torch.zeros(len(prompt), 64)
-    torch.cuda.synchronize(device)
-    torch.cuda._sleep(300_000_000)  # type: ignore[no-untyped-call]
-    for target, source in zip(empty, written, strict=True):
-        target.copy_(source)
-    spliced = splice_step(held, [StepChunk(splicer, 0, len(prompt))])
-    found = held.clone(), spliced.deepstack.clone()
-    expected, levels, visual = expected_step(
-        torch.zeros(len(prompt), 64), [(prompt, rows, 0, len(prompt))], 1
-    )
-    assert torch.equal(found[0], expected)
-    assert torch.equal(found[1], levels[:, visual])
-
-
-@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("place", ["device", "pinned", "pageable", "apart"])
+@pytest.mark.parametrize("memory", ["device", "pinned", "pageable", "apart"])
 def test_on_a_gpu_no_rows_are_waited_for(
-    device: torch.device, generator: torch.Generator, place: str, backend: Any, dtype: torch.dtype
+    device: torch.device, generator: torch.Generator, memory: str, backend: Any, dtype: torch.dtype
 ) -> None:
     """The step is queued behind slow work and returns while that runs. apart: pageable rows with something
     between them. dtype: of inputs_embeds; the rows are of float32."""
     layout = RowsLayout(64, 2)
     prompt = make_prompt([(3, 400), (2, 200)], 4)
     rows = rows_of(prompt, generator, layout.width)
-    placed = {
+    stored = {
         "device": lambda one: one.to(device),
         "pinned": lambda one: one.pin_memory(),
         "pageable": lambda one: one,
         "apart": lambda one: torch.cat([one, one], dim=1)[:, : layout.width],
-    }[place]
-    splicer = Splicer(prompt.spans, [placed(r) for r in rows], layout, inputs_embeds_dtype=dtype)
+    }[memory]
+    splicer = Splicer(prompt.spans, [stored(r) for r in rows], layout, inputs_embeds_dtype=dtype)
     held = torch.zeros(len(prompt), 64, device=device, dtype=dtype)
     chunks = [StepChunk(splicer, 0, len(prompt))]
     splice_step(held, chunks, backend=backend)  # compiles, and has pinned memory to use again

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -108,22 +110,14 @@ def test_retry_advice_equals_a_steady_rate(amount: float, every_s: float) -> Non
 FLOOD, PROBE = ("namespace flood",), ("namespace probe",)
 
 
-def test_p69_one_caller_takes_three_quarters_of_the_patches_and_another_finds_room() -> None:
-    admission = Admission(max_patches=1000, max_bytes=1 << 20)
-    flood = admission.acquire(1, FLOOD)
-    for _ in range(7):
-        flood.add_patches(100, 1)
-    with pytest.raises(QueueFull, match="holds 700 patches of 1000, the item needs 100, 50 are left"):
-        flood.add_patches(100, 1)
-    admission.acquire(1, PROBE).add_patches(300, 1)
-
-
-def test_p69_one_caller_takes_three_quarters_of_the_bytes() -> None:
+def test_p69_one_caller_takes_three_quarters_and_another_finds_room() -> None:
     admission = Admission(max_patches=1000, max_bytes=1000)
-    admission.acquire(750, FLOOD)
-    with pytest.raises(QueueFull, match="holds 750 content bytes of 1000, the item needs 1, 0 are left"):
-        admission.acquire(1, FLOOD)
-    admission.acquire(250, PROBE)
+    flood = admission.acquire(750, FLOOD)
+    flood.add_patches(750, 1)
+    for unit, take in (("content bytes", flood.add_bytes), ("patches", partial(flood.add_patches, seqlen=1))):
+        with pytest.raises(QueueFull, match=f"holds 750 {unit} of 1000, the item needs 1, 0 are left"):
+            take(1)
+    admission.acquire(250, PROBE).add_patches(250, 1)
 
 
 def test_p69_prefetches_leave_half_of_the_patches_to_calls_that_wait() -> None:

@@ -78,14 +78,6 @@ def test_the_chosen_bucket_fits_none_that_fits_is_cheaper_and_its_time_is_predic
     assert ladder.predicted_us(launch) == pytest.approx(cost.padded_us(launch, *sizes[chosen]))
 
 
-def test_p29_what_exceeds_any_one_number_of_every_bucket_runs_eager() -> None:
-    ladder = BucketLadder([Bucket(1024, 8, 1024, 2), Bucket(2048, 4, 512, 2)])
-    assert ladder.choose(launch_of(1024, 8, 1024, 2)) == Bucket(1024, 8, 1024, 2)
-    assert ladder.choose(launch_of(2048, 4, 512, 2)) == Bucket(2048, 4, 512, 2)
-    for shape in ((2052, 1, 512, 1), (4, 9, 4, 1), (1028, 1, 516, 1), (1028, 5, 4, 1), (4, 1, 4, 3)):
-        assert ladder.choose(launch_of(*shape)) is None, shape
-
-
 @pytest.mark.parametrize("max_patches", [4, 60, 64, 1024, 16384, 36864, 65536])
 @pytest.mark.parametrize("merge_size", [2, 4])
 def test_default_sizes_are_whole_merges_and_end_at_the_largest_batch(

@@ -76,7 +76,7 @@ def test_a_fit_is_never_negative() -> None:
         ([(1, 1, 5.0), (2, 4, 6.0)], "3 unknowns, 2 different timings"),
         ([(1, 1, 5.0)] * 4, "3 unknowns, 1 different timings"),
         ([(1, 1, 0.0), (2, 4, 6.0), (3, 9, 7.0)], "0.0 us, needs more than 0"),
-        ([(8, 64, 5.0), (8, 64, 6.0), (8, 64, 7.0)], "3 samples do not tell 3 unknowns"),
+        ([(8, 64, 5.0), (8, 64, 6.0), (8, 64, 7.0)], "3 samples do not determine 3 unknowns"),
     ],
 )
 def test_timings_without_a_fit_are_refused(samples: list[tuple[int, int, float]], message: str) -> None:

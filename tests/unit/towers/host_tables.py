@@ -37,7 +37,7 @@ def host_merge(
     grids: Sequence[Grid], num_merged: int, num_frames: int, merge_size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """merge_index int32 and merge_weight float32, [num_merged, num_frames]. Frames beyond the batch's repeat
-    a place's first, padding names patch 0, both with weight zero."""
+    a position's first, padding names patch 0, both with weight zero."""
     real_index, real_weight = merge_tables(grids, merge_size)
     used, frames = real_index.shape
     index = torch.zeros(num_merged, num_frames, dtype=torch.int32)
