@@ -68,6 +68,9 @@ class Client:
             timeout_s=CONNECT_S,
             transports=(transport,),
             device="cuda:0" if on_gpu else None,
+            # What the service refuses is a result, and all that is due is sent.
+            waits=False,
+            max_in_flight=1_000_000,
         )
         await self._client.info()
         choice = await self._client.wait_transport()

@@ -1,7 +1,7 @@
 """Calls to the service: the RPCs to one address, and the streams of events that become items' outcomes.
 
 Owns deadlines, the server's information, and what is repeated: an item whose rows were lost, once, inline; a
-failed call, once, if ``routing`` says so. Nothing else is repeated here."""
+failed call, once, if ``routing`` says so; what an overloaded server refused, when ``window`` grants it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
 import grpc.aio
@@ -25,6 +25,7 @@ from lm_adapter.errors import (
     CallCancelled,
     CallFailed,
     DeadlineExceeded,
+    EncoderOverloaded,
     EncoderUnavailable,
     InvalidRequest,
     InvalidRows,
@@ -32,11 +33,14 @@ from lm_adapter.errors import (
     StreamViolation,
     from_rpc_error,
 )
-from lm_adapter.resident import ResidentRows
-from lm_adapter.routing import Routes, Routing
-from lm_adapter.types import ModelInfo, Outcome, ServerInfo
-from vision_encoder.layout.keys import ROUTING_KEY
+from lm_adapter.routing import Direct, Routes
+from lm_adapter.types import EncodedRows, ModelInfo, Outcome, ServerInfo
+from lm_adapter.window import Permits, Window, is_overload, pause_s
+from vision_encoder.layout.keys import GATEWAY_KEY, ROUTING_KEY
 from vision_encoder.v1 import encoder_pb2 as pb
+
+if TYPE_CHECKING:
+    from lm_adapter.resident import ResidentRows
 
 PROTOCOL_VERSION = 1
 MIN_PROTOCOL_VERSION = 1
@@ -69,13 +73,20 @@ class Server:
     """The server at one address: its RPCs, and the information that it gave. For one event loop."""
 
     def __init__(
-        self, target: str, channel: Channel, routing: Routing, on_info: Callable[[ServerInfo], None]
+        self,
+        target: str,
+        channel: Channel,
+        routing: Direct,
+        window: Window,
+        on_info: Callable[[ServerInfo], None],
     ) -> None:
         """on_info: is called with each information that the server gives."""
         self.target = target
         self.info: ServerInfo | None = None
         """None: not known, or void."""
         self.routing = routing
+        self.window = window
+        self._is_gateway = False
         self._channel = channel
         self._on_info = on_info
         self._info_lock = asyncio.Lock()
@@ -86,6 +97,7 @@ class Server:
     async def close(self) -> None:
         """Ends calls in progress with CallCancelled. Can be repeated."""
         self._is_closed = True
+        self.window.close()
         await self._channel.close()
 
     def check_open(self, method: str) -> None:
@@ -96,7 +108,17 @@ class Server:
             raise self._closed_during(method)
 
     async def known_info(self, deadline: Deadline, max_age_s: float = math.inf) -> ServerInfo:
-        """The server's information, requested if it is unknown or older. Raises CallFailed."""
+        """The server's information, requested if it is unknown or older. Raises CallFailed, and
+        InvalidRequest at a gateway if calls are not routed."""
+        info = await self._info(deadline, max_age_s)
+        if self._is_gateway and not self.routing.is_routed:
+            raise InvalidRequest(
+                f"{self.target} is a gateway before several encoders, and this client is for one encoder: "
+                "use fleet=True, or --fleet"
+            )
+        return info
+
+    async def _info(self, deadline: Deadline, max_age_s: float) -> ServerInfo:
         self.check_open("GetServerInfo")
         known = self.info
         age_s = time.monotonic() - self._info_time_s
@@ -117,7 +139,9 @@ class Server:
     async def request_info(self, deadline: Deadline) -> ServerInfo:
         """Raises CallFailed."""
         request = pb.GetServerInfoRequest(protocol_version=PROTOCOL_VERSION)
-        response = await self.unary("GetServerInfo", request, pb.GetServerInfoResponse, deadline)
+        response = await self.unary(
+            "GetServerInfo", request, pb.GetServerInfoResponse, deadline, waits=self.window.waits
+        )
         info = convert.server_info(response)
         if info.min_protocol_version > PROTOCOL_VERSION or info.protocol_version < MIN_PROTOCOL_VERSION:
             raise ProtocolMismatch(
@@ -146,17 +170,27 @@ class Server:
         response_type: type[ResponseT],
         deadline: Deadline,
         route: bytes | None = None,
+        *,
+        waits: bool = False,
     ) -> ResponseT:
-        """One RPC, and its repeat. route: its routing digest. Raises CallFailed."""
+        """One RPC, and its repeats. route: its routing digest. waits: while the server is overloaded. Raises
+        CallFailed."""
         message = request.SerializeToString()
-        try:
-            response = await self._unary_once(method, message, deadline, route)
-        except CallFailed as error:
-            pause_s = self.routing.pause_s(error, deadline.left_s, 0)
-            if pause_s is None or not self.routing.repeats_unary:
-                raise
-            await asyncio.sleep(min(pause_s, deadline.left_s))
-            response = await self._unary_once(method, message, deadline, route)
+        is_repeated = False
+        while True:
+            try:
+                response = await self._unary_once(method, message, deadline, route)
+                break
+            except EncoderOverloaded as error:
+                wait_s = pause_s(error)
+                if not (waits and error.retryable and wait_s < deadline.left_s):
+                    raise
+            except CallFailed as error:
+                repeat_s = self.routing.pause_s(error, deadline.left_s, 0)
+                if repeat_s is None or is_repeated or not self.routing.repeats_unary:
+                    raise
+                wait_s, is_repeated = repeat_s, True
+            await asyncio.sleep(min(wait_s, deadline.left_s))
         try:
             return response_type.FromString(response)
         except DecodeError as error:
@@ -204,6 +238,8 @@ class Server:
             rpc = start(request, timeout=deadline.left_s, metadata=self._metadata(route))
             response: bytes = await rpc
             self._note_instance(await rpc.trailing_metadata())
+            if method == "GetServerInfo":
+                self._is_gateway = GATEWAY_KEY in dict(await rpc.initial_metadata())
         return response
 
     def _metadata(self, route: bytes | None) -> Metadata:
@@ -293,30 +329,33 @@ class RowsCall:
         return [self.outcomes[index] for index in range(self.num_items)]
 
     async def _run_group(self, group: Mapping[int, pb.Item | bytes]) -> None:
+        window, routing = self.server.window, self.server.routing
+        ticket, is_repeated = window.ticket(), False
         lost: set[int] = set()
-        is_repeated = False
         while missing := [index for index in group if index not in self.outcomes]:
             first = [index for index in missing if index not in lost]
-            entries = {index: group[index] for index in first or missing}
-            try:
-                await self._stream(entries, self.resident if first else None, lost)
-            except CallFailed as error:
-                num_bytes = sum(item.ByteSize() for item in entries.values() if isinstance(item, pb.Item))
-                pause_s = self.server.routing.pause_s(error, self.deadline.left_s, num_bytes)
-                if pause_s is None or is_repeated:
-                    failure = self.server.routing.item_failure(error)
-                    if failure is None:
-                        raise
-                    self.outcomes.update(dict.fromkeys(entries, failure))
-                    return
-                is_repeated = True
-                await asyncio.sleep(min(pause_s, self.deadline.left_s))
+            indices = first or missing
+            async with window.permits(ticket, len(indices), self.deadline) as permits:
+                entries = {index: group[index] for index in indices[: permits.num_left]}
+                try:
+                    await self._stream(entries, self.resident if first else None, lost, permits)
+                except CallFailed as error:
+                    num_bytes = sum(item.ByteSize() for item in entries.values() if isinstance(item, pb.Item))
+                    repeat_s = routing.pause_s(error, self.deadline.left_s, num_bytes)
+                    if repeat_s is None or is_repeated:
+                        failure = routing.item_failure(error)
+                        if failure is None:
+                            raise
+                        self.outcomes.update(dict.fromkeys(entries, failure))
+                        continue
+                    is_repeated = True
+                    await asyncio.sleep(min(repeat_s, self.deadline.left_s))
 
     async def _stream(
-        self, entries: Mapping[int, Any], resident: ResidentRows | None, lost: set[int]
+        self, entries: Mapping[int, Any], resident: ResidentRows | None, lost: set[int], permits: Permits
     ) -> None:
         """One RPC for these items or keys. Adds to the outcomes, and to ``lost`` the indices of lost rows.
-        resident: None for rows inline. Raises CallFailed."""
+        Refused items get no outcome. resident: None for rows inline. Raises CallFailed."""
         request = self.request()
         request.delivery = pb.DELIVERY_INLINE if resident is None else resident.memory.delivery
         request.after_lost_read = not lost.isdisjoint(entries)
@@ -353,7 +392,13 @@ class RowsCall:
                 if outcome is None:
                     lost.add(indices[position])
                     continue
+                if is_overload(outcome):
+                    permits.refuse(outcome)
+                    continue
+                if isinstance(outcome, EncodedRows):
+                    self.server.routing.note_key(outcome.key, self.routes.get(indices[position]))
                 self.outcomes[indices[position]] = outcome
+                permits.end()
                 if isinstance(outcome, InvalidRows):
                     self.server.forget_info()  # it may serve another model now
         assembler.finish()

@@ -54,17 +54,6 @@ _DEFAULT_OPTIONS: dict[str, int | str] = {
     "grpc.enable_retries": 0,
 }
 
-FLEET_OPTIONS: dict[str, int | str] = {
-    # Round robin over the addresses of a name with several gateways; addresses that are down are skipped.
-    "grpc.service_config": '{"loadBalancingConfig": [{"round_robin": {}}]}',
-    # Calls to an unresponsive peer fail within two seconds. A connection attempt times out after one second.
-    "grpc.keepalive_time_ms": 800,
-    "grpc.keepalive_timeout_ms": 1_000,
-    "grpc.http2.max_pings_without_data": 0,
-    "grpc.min_reconnect_backoff_ms": 1_000,
-}
-"""Options, in addition to the defaults, for a channel whose calls can be answered by another peer."""
-
 
 @dataclass(frozen=True)
 class ClientTls:

@@ -6,14 +6,14 @@ expects. Shape legend: R rows, D language-model width, L deepstack levels.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from lm_adapter.errors import InvalidRequest, InvalidRows
-from lm_adapter.items import Grid
+from lm_adapter.items import Grid, Item
 from lm_adapter.types import ITEMSIZE_BYTES, ROW_DTYPES, EncodedRows, ModelInfo
 from vision_encoder.layout.keys import DIGEST_BYTES
 
@@ -193,20 +193,34 @@ def _check_finite(rows: EncodedRows) -> None:
         )
 
 
-def check_keys(keys: Sequence[bytes]) -> list[bytes]:
-    """The keys as a list. Raises InvalidRequest for a key whose length is not 32 bytes."""
+def check_items(items: Iterable[Item]) -> list[Item]:
+    """The items as a list. Raises InvalidRequest for anything else."""
+    if isinstance(items, Item | bytes | str) or not isinstance(items, Iterable):
+        raise InvalidRequest(f"items is a {type(items).__name__}, needs a sequence of items")
+    for index, item in enumerate(items := list(items)):
+        if not isinstance(item, Item):
+            raise InvalidRequest(
+                f"items[{index}] is a {type(item).__name__}, needs an ImageItem, ClipItem, FramesItem, "
+                "PixelItem, DigestItem or UrlItem"
+            )
+    return items
+
+
+def check_keys(keys: Sequence[bytes], name: str = "keys") -> list[bytes]:
+    """The keys as a list. name: of the argument. Raises InvalidRequest for what is no key of 32 bytes."""
+    if isinstance(keys, bytes):
+        raise InvalidRequest(f"{name} is of type bytes, needs a sequence of them: [{name}]")
     for position, key in enumerate(keys):
-        if len(key) != DIGEST_BYTES:
-            raise InvalidRequest(f"key {position} has {len(key)} bytes, needs {DIGEST_BYTES}")
+        if not isinstance(key, bytes) or len(key) != DIGEST_BYTES:
+            found = f"has {len(key)} bytes" if isinstance(key, bytes) else f"is a {type(key).__name__}"
+            raise InvalidRequest(f"{name}[{position}] {found}, needs {DIGEST_BYTES} bytes")
     return list(keys)
 
 
-def check_routes(keys: Sequence[bytes], routing_digests: Sequence[bytes], *, is_routed: bool) -> None:
-    """Checks the routing digests of keys. is_routed: each key needs one. Raises InvalidRequest."""
-    if is_routed and len(routing_digests) != len(keys):
+def check_routes(keys: Sequence[bytes], routing_digests: Sequence[bytes]) -> dict[int, bytes]:
+    """The routing digest of each key. Raises InvalidRequest."""
+    if len(routing_digests) != len(keys):
         raise InvalidRequest(
-            f"{len(keys)} keys have {len(routing_digests)} routing digests; with a gateway each needs one"
+            f"routing_digests has {len(routing_digests)} digests, keys has {len(keys)} keys: each needs one"
         )
-    for digest in routing_digests:
-        if len(digest) != DIGEST_BYTES:
-            raise InvalidRequest(f"a routing digest has {len(digest)} bytes, needs {DIGEST_BYTES}")
+    return dict(enumerate(check_keys(routing_digests, "routing_digests")))

@@ -10,13 +10,13 @@ import asyncio
 import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import TYPE_CHECKING, Any, Self, cast, overload
 
 from lm_adapter import convert
 from lm_adapter.assembly import DEFAULT_MAX_ROWS_BYTES, prepare_items
 from lm_adapter.calls import MIN_INFO_AGE_S, Deadline, RowsCall, Server
-from lm_adapter.channel import FLEET_OPTIONS, Channel, ClientTls, FilePath
-from lm_adapter.checks import check_keys
+from lm_adapter.channel import Channel, ClientTls, FilePath
+from lm_adapter.checks import check_items, check_keys
 from lm_adapter.errors import (
     CallFailed,
     DeadlineExceeded,
@@ -29,15 +29,17 @@ from lm_adapter.errors import (
 from lm_adapter.items import Item
 from lm_adapter.keys import known_keys, lacks_digest, with_digests
 from lm_adapter.read_reports import ReadReports
-from lm_adapter.resident import ResidentRows
-from lm_adapter.routing import Direct, Fleet, Routing
+from lm_adapter.routing import Direct
 from lm_adapter.shm.attachment import TRANSPORTS, SharedMemory, Transport, check_transports
 from lm_adapter.shm.mapping import current_stream
 from lm_adapter.types import EncodedRows, KeyStatus, ModelInfo, Outcome, PrefetchStatus, ServerInfo
+from lm_adapter.window import DEFAULT_MAX_IN_FLIGHT, Permits, Window, is_overload
 from vision_encoder.v1 import encoder_pb2 as pb
 
 if TYPE_CHECKING:
     import torch
+
+    from lm_adapter.resident import ResidentRows
 
 DEFAULT_TIMEOUT_S = 60.0
 READY_POLL_S = 0.05
@@ -50,8 +52,10 @@ class AsyncVisionEncoderClient:
 
     Every call has a deadline (``timeout_s`` of the call, or of the client) and raises errors of
     ``lm_adapter.errors`` only. An item that fails is returned as ItemFailed in its place; the call itself
-    raises CallFailed. Rows come in the best of ``transports`` that works between this process and the
-    encoder, which is found in the background; ``transport`` says which, and why."""
+    raises CallFailed. Any number of calls can be made at once: items wait in the client for ``max_in_flight``
+    and while the service is overloaded, until the call's deadline. Rows come in the best of ``transports``
+    that works between this process and the encoder, which is found in the background; ``transport`` says
+    which, and why."""
 
     def __init__(
         self,
@@ -68,6 +72,8 @@ class AsyncVisionEncoderClient:
         max_rows_bytes: int = DEFAULT_MAX_ROWS_BYTES,
         device: str | int | torch.device | None = None,
         options: Mapping[str, int | str] | None = None,
+        max_in_flight: int = DEFAULT_MAX_IN_FLIGHT,
+        waits: bool = True,
         fleet: bool = False,
         repeats: bool = True,
     ) -> None:
@@ -80,14 +86,18 @@ class AsyncVisionEncoderClient:
         than the announced one. token, token_file: authorise the namespace; a file that changes is read again.
         tls: from files that are read again as well. max_rows_bytes: limit of one item. device: the GPU that
         rows are copied to; by default the current one of the first calling thread that uses CUDA. options:
-        gRPC channel arguments, in addition to the defaults in ``channel``. fleet: the target is a gateway
-        before many encoders, or a name with the addresses of several gateways; rows come inline. repeats:
-        a stream that broke is requested once more."""
-        self._routing: Routing = Fleet(repeats=repeats) if fleet else Direct(repeats=repeats)
+        gRPC channel arguments, in addition to the defaults in ``channel``. max_in_flight: items at the
+        service at a time. waits: an overloaded service is asked again until the deadline; otherwise the call
+        raises EncoderOverloaded at once. fleet: the target is a gateway before many encoders, or a name with
+        the addresses of several gateways; rows come inline. repeats: a stream that broke is requested once
+        more."""
+        self._routing = Direct(repeats=repeats)
         if fleet:
+            from lm_adapter.fleet import FLEET_OPTIONS, Fleet
+
+            self._routing = Fleet(repeats=repeats)
             transports, options = ("inline",), FLEET_OPTIONS | dict(options or {})
-        else:
-            transports = check_transports(transports, broker_path)
+        transports = check_transports(transports, broker_path)
         self.target = target
         self._namespace = namespace
         self._model = model
@@ -101,7 +111,8 @@ class AsyncVisionEncoderClient:
             broker_path=broker_path,
             device=device,
         )
-        self._server = Server(target, channel, self._routing, on_info=self._shared.offer)
+        window = Window(max_in_flight, waits=waits)
+        self._server = Server(target, channel, self._routing, window, on_info=self._shared.offer)
         self._reports = ReadReports(asyncio.get_running_loop(), self._send_report)
 
     async def __aenter__(self) -> Self:
@@ -160,15 +171,31 @@ class AsyncVisionEncoderClient:
             self._server.check_open("wait_transport")
         return self._shared.transport
 
+    @overload
+    async def encode(
+        self, items: Item, *, timeout_s: float | None = None, stream: Any = None
+    ) -> EncodedRows: ...
+    @overload
     async def encode(
         self, items: Sequence[Item], *, timeout_s: float | None = None, stream: Any = None
-    ) -> list[Outcome]:
-        """Rows or failure of each item, in input order. Items beyond the server's limits of one call are sent
-        in several, one after another.
+    ) -> list[Outcome]: ...
+    async def encode(
+        self, items: Item | Sequence[Item], *, timeout_s: float | None = None, stream: Any = None
+    ) -> EncodedRows | list[Outcome]:
+        """Rows or failure of each item, in input order. Of a single item that is in no list: its rows; raises
+        ItemFailed. Items beyond the server's limits of one call are sent in several, one after another.
 
         stream: the torch.cuda.Stream on which rows on a GPU are used; by default the calling thread's current
-        one. Raises CallFailed when the call failed before every item had its outcome; ``completed`` of the
-        error maps the indices of the others to their outcome."""
+        one. Raises CallFailed when the call failed before every item had its outcome, EncoderOverloaded if
+        the service had no room for some until the deadline; ``completed`` of the error maps the indices of
+        the others to their outcome."""
+        if isinstance(items, Item):
+            return await self.encode_one(items, timeout_s=timeout_s, stream=stream)
+        return await self._encode(check_items(items), timeout_s=timeout_s, stream=stream)
+
+    async def _encode(
+        self, items: Sequence[Item], *, timeout_s: float | None, stream: Any = None
+    ) -> list[Outcome]:
         request = functools.partial(pb.EncodeRequest, namespace=self._namespace, model=self._model)
         call = await self._rows_call(request, len(items), timeout_s, stream)
         call.models = self._candidates(call.info)
@@ -185,8 +212,8 @@ class AsyncVisionEncoderClient:
     async def encode_one(
         self, item: Item, *, timeout_s: float | None = None, stream: Any = None
     ) -> EncodedRows:
-        """The rows of one item. Raises ItemFailed, CallFailed."""
-        (outcome,) = await self.encode([item], timeout_s=timeout_s, stream=stream)
+        """The same as ``encode`` of one item. Raises ItemFailed, CallFailed."""
+        (outcome,) = await self._encode(check_items([item]), timeout_s=timeout_s, stream=stream)
         return rows_or_raise(outcome)
 
     async def fetch(
@@ -199,7 +226,7 @@ class AsyncVisionEncoderClient:
     ) -> list[Outcome]:
         """Rows by key, in the order of ``keys``; waits for those in flight. An absent key is an ItemFailed
         with reason UNKNOWN_KEY. routing_digests: of each key, from ``PrefetchStatus`` or ``keys``; a fleet
-        needs them. Other arguments and errors as in ``encode``."""
+        needs them for keys that another client announced. Other arguments and errors as in ``encode``."""
         keys, routes = check_keys(keys), self._routing.routes_of(keys, routing_digests)
         if not keys:
             return []
@@ -220,13 +247,14 @@ class AsyncVisionEncoderClient:
         ends with this call. No rows come.
 
         Raises CallFailed; ``completed`` of the error has the statuses that had come, by index."""
-        deadline = self._deadline(timeout_s)
+        items = check_items(items)
+        deadline, window = self._deadline(timeout_s), self._server.window
         info = await self._server.known_info(deadline)
         items, routes = await self._routing.routed(items)
         batches, refused = prepare_items(dict(enumerate(items)), self._routing.limits(info.limits))
         statuses: dict[int, PrefetchStatus | ItemFailed] = dict(refused)
 
-        async def request(batch: Mapping[int, pb.Item]) -> None:
+        async def announce(batch: Mapping[int, pb.Item], permits: Permits) -> None:
             message = pb.PrefetchRequest(
                 items=batch.values(),
                 namespace=self._namespace,
@@ -246,11 +274,24 @@ class AsyncVisionEncoderClient:
                 raise StreamViolation(
                     f"Prefetch answered for {len(response.statuses)} items, {len(batch)} were sent"
                 )
-            for index, status in zip(batch, response.statuses, strict=True):
-                statuses[index] = convert.prefetch_status(status, routes.get(index, b""))
+            for index, answer in zip(batch, response.statuses, strict=True):
+                status = convert.prefetch_status(answer, routes.get(index, b""))
+                if is_overload(status):
+                    permits.refuse(status)
+                    continue
+                if isinstance(status, PrefetchStatus):
+                    self._routing.note_key(status.key, routes.get(index))
+                statuses[index] = status
+                permits.end()
+
+        async def announce_all(batch: Mapping[int, pb.Item]) -> None:
+            ticket = window.ticket()
+            while left := [index for index in batch if index not in statuses]:
+                async with window.permits(ticket, len(left), deadline) as permits:
+                    await announce({index: batch[index] for index in left[: permits.num_left]}, permits)
 
         try:
-            await self._routing.run_each(request, batches)
+            await self._routing.run_each(announce_all, batches)
         except CallFailed as error:
             error.completed = statuses
             raise
@@ -281,7 +322,9 @@ class AsyncVisionEncoderClient:
             requested = [keys[index] for index in portion]
             message = pb.LookupRequest(keys=requested, namespace=self._namespace)
             route = routes.get(portion[0])
-            response = await self._server.unary("Lookup", message, pb.LookupResponse, deadline, route)
+            response = await self._server.unary(
+                "Lookup", message, pb.LookupResponse, deadline, route, waits=self._server.window.waits
+            )
             answered = [convert.key_status(status) for status in response.statuses]
             if [status.key for status in answered] != requested:
                 raise StreamViolation(
@@ -301,7 +344,8 @@ class AsyncVisionEncoderClient:
 
     def hashed(self, items: Sequence[Item]) -> Sequence[Item]:
         """Adds digests to files while memory is attached, whose directory can then be searched. Otherwise it
-        does nothing: the service hashes."""
+        does nothing: the service hashes. Raises InvalidRequest."""
+        items = check_items(items)
         return items if self._shared.current is None else with_digests(items, MAX_HASHED_BYTES)
 
     def read_resident(self, entries: Sequence[Item | bytes], stream: Any) -> list[Outcome] | None:
@@ -351,6 +395,8 @@ class AsyncVisionEncoderClient:
         memory = self._shared.current
         if memory is None:
             return None
+        from lm_adapter.resident import ResidentRows  # a client without shared memory does not need it
+
         return ResidentRows(memory, models, self._max_rows_bytes, self._reports, stream)
 
     def _candidates(self, info: ServerInfo) -> Sequence[ModelInfo]:

@@ -79,12 +79,7 @@ def timings(message: pb.StageTimings) -> StageTimings:
 
 
 def item_message(item: Item) -> pb.Item:
-    """Raises ValueError for values that the wire cannot carry, TypeError for another type."""
-    if not isinstance(item, Item):
-        raise TypeError(
-            "an item is an ImageItem, ClipItem, FramesItem, PixelItem, DigestItem or UrlItem, found "
-            f"{type(item).__name__}"
-        )
+    """Raises ValueError for values that the wire cannot carry, TypeError for content of another type."""
     message = pb.Item(modality=_MODALITIES[item.modality], content_digest=item.digest or b"")
     match item:
         case ImageItem() | ClipItem():

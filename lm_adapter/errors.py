@@ -6,7 +6,7 @@ EncoderError
 │   └── InvalidRows           rows that contradict the result, the model or the prompt
 ├── CallFailed                the whole call failed; ``completed`` holds the outcomes that had arrived
 │   ├── RequestRefused        repeating the call gives the same answer, unless ``retryable``
-│   ├── EncoderOverloaded     retry after ``retry_after_ms``
+│   ├── EncoderOverloaded     the service had no room for an item until the deadline
 │   ├── EncoderUnavailable    no server was reached, or the connection broke
 │   ├── EncoderFault          the server failed internally
 │   ├── DeadlineExceeded      the call's deadline passed, on the client or the server
@@ -62,6 +62,9 @@ class EncoderError(Exception):
         self.retryable = self.default_retryable if retryable is None else retryable
         self.retry_after_ms = retry_after_ms
         self.details = {name: str(value) for name, value in (details or {}).items()}
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.reason}: {self.message})"
 
 
 class ItemFailed(EncoderError):

@@ -6,9 +6,11 @@ results. Shape legend: P patches.
 
 from __future__ import annotations
 
+import os
 import sys
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeAlias
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +19,7 @@ from lm_adapter.errors import InvalidRequest
 from vision_encoder.layout.items import Grid as Grid
 from vision_encoder.layout.items import Modality as Modality
 from vision_encoder.layout.items import PreprocessOptions as PreprocessOptions
-from vision_encoder.layout.keys import frames_source
+from vision_encoder.layout.keys import DIGEST_BYTES, frames_source
 
 if TYPE_CHECKING:
     import torch
@@ -26,15 +28,70 @@ if TYPE_CHECKING:
 _NO_OPTIONS = PreprocessOptions()
 
 
-@dataclass(frozen=True)
-class ImageItem:
-    """An image file (JPEG, PNG, WebP, ...). digest: 32 bytes that identify the content within the client's
-    namespace; None: the bytes are hashed with BLAKE3."""
+class ShortRepr:
+    """``repr`` of a dataclass without its defaults, and with the first digits of digests and keys."""
 
-    data: bytes = field(repr=False)
+    def __repr__(self) -> str:
+        shown = [(each, getattr(self, each.name)) for each in fields(cast("Any", self)) if each.repr]
+        texts = [f"{each.name}={_short(value)}" for each, value in shown if value != each.default]
+        return f"{type(self).__name__}({', '.join(texts)})"
+
+
+def _short(value: object) -> str:
+    if not isinstance(value, bytes):
+        return repr(value)
+    return f"{value[:6].hex()}..." if len(value) == DIGEST_BYTES else f"<{len(value)} bytes>"
+
+
+@dataclass(frozen=True, repr=False)
+class FileItem(ShortRepr):
+    """A file's bytes. digest: 32 bytes that identify the content within the client's namespace; None: the
+    bytes are hashed with BLAKE3."""
+
+    data: bytes
     digest: bytes | None = None
     options: PreprocessOptions = _NO_OPTIONS
+
+    def __post_init__(self) -> None:
+        """Raises InvalidRequest for data that is not bytes, such as a path."""
+        if not isinstance(self.data, bytes):
+            name, found = type(self).__name__, type(self.data).__name__
+            raise InvalidRequest(f"data is a {found}, needs bytes; {name}.from_path reads a file")
+
+    @classmethod
+    def from_path(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        digest: bytes | None = None,
+        options: PreprocessOptions = _NO_OPTIONS,
+    ) -> Self:
+        """The file at the path. Raises OSError."""
+        return cls(Path(path).read_bytes(), digest, options)
+
+
+@dataclass(frozen=True, repr=False)
+class ImageItem(FileItem):
+    """An image file (JPEG, PNG, WebP, ...). Other arguments: as in FileItem."""
+
     modality: Modality = Modality.IMAGE
+
+    @classmethod
+    def from_pil(
+        cls, image: Any, *, digest: bytes | None = None, options: PreprocessOptions = _NO_OPTIONS
+    ) -> Self:
+        """A Pillow image, sent as a PNG file without loss; see ``pixels.png_file``. Raises InvalidRequest."""
+        from lm_adapter.pixels import png_file
+
+        return cls(png_file(image), digest, options)
+
+    @classmethod
+    def from_array(
+        cls, array: Any, *, digest: bytes | None = None, options: PreprocessOptions = _NO_OPTIONS
+    ) -> Self:
+        """As ``from_pil``, of a numpy array or a torch tensor on the host: uint8 [H, W, channels] or
+        [channels, H, W], with 1 (grey), 3 (RGB) or 4 (RGBA) channels."""
+        return cls.from_pil(array, digest=digest, options=options)
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,14 +125,11 @@ class PixelItem:
         return name, tuple(tensor.shape), tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
-@dataclass(frozen=True)
-class ClipItem:
-    """A video file (MP4, WebM, Matroska, GIF). digest: as in ImageItem. options: fps,
-    min_frames, max_frames and the size limits of the model's family."""
+@dataclass(frozen=True, repr=False)
+class ClipItem(FileItem):
+    """A video file (MP4, WebM, Matroska, GIF). options: fps, min_frames, max_frames and the size limits of
+    the model's family."""
 
-    data: bytes = field(repr=False)
-    digest: bytes | None = None
-    options: PreprocessOptions = _NO_OPTIONS
     modality: Modality = Modality.VIDEO
 
 
@@ -127,8 +181,8 @@ class FramesItem:
         return frames_source(self.fps, self.timestamps_s)
 
 
-@dataclass(frozen=True)
-class DigestItem:
+@dataclass(frozen=True, repr=False)
+class DigestItem(ShortRepr):
     """Content that is not sent. The service answers from its store, or the item fails with UNKNOWN_KEY."""
 
     digest: bytes
@@ -136,8 +190,8 @@ class DigestItem:
     modality: Modality = Modality.IMAGE
 
 
-@dataclass(frozen=True)
-class UrlItem:
+@dataclass(frozen=True, repr=False)
+class UrlItem(ShortRepr):
     """A URL that the service fetches if its configuration allows the address. digest: if given, the service
     fetches nothing while it has the rows."""
 

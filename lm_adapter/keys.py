@@ -1,21 +1,20 @@
 """Content digests and embedding keys of items, as the service derives them.
 
 Owns which bytes of an item are hashed; ``vision_encoder.layout.keys`` owns the byte layouts. Digests are
-BLAKE3, from the optional package ``blake3``; no other hash is used. Keys need only the standard library, so
-an engine can compute them before it has a connection."""
+BLAKE3; no other hash is used. An engine can compute keys before it has a connection."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import hashlib
-import importlib.util
 import math
-from collections.abc import Iterable, Sequence
-from typing import Any, TypeGuard
+from collections.abc import Sequence
+from typing import TypeGuard
 
-from lm_adapter.errors import EncoderError, InvalidRequest, MissingDependency
+from blake3 import blake3
+
+from lm_adapter.errors import EncoderError, InvalidRequest
 from lm_adapter.items import ClipItem, DigestItem, FramesItem, Grid, ImageItem, Item, PixelItem, UrlItem
 from lm_adapter.types import ModelInfo
 from vision_encoder.layout import keys as layout
@@ -23,7 +22,6 @@ from vision_encoder.layout.keys import DIGEST_BYTES
 
 __all__ = [
     "DIGEST_BYTES",
-    "can_hash",
     "content_digest",
     "frames_digest",
     "item_digest",
@@ -34,39 +32,33 @@ __all__ = [
 
 
 def content_digest(data: bytes) -> bytes:
-    """BLAKE3 of a file's bytes, 32 bytes. Raises MissingDependency without the package ``blake3``."""
+    """BLAKE3 of a file's bytes, 32 bytes."""
     return _blake3(data)
 
 
 def pixels_digest(dtype: str, shape: Sequence[int], data: bytes | memoryview, grid: Grid) -> bytes:
     """BLAKE3 of a pixel tensor including its dtype, shape and grid. data: row-major, little-endian; see
-    ``PixelItem.packed``. Raises MissingDependency."""
+    ``PixelItem.packed``."""
     return _blake3(layout.pixels_header(dtype, shape, grid), data)
 
 
 def frames_digest(item: FramesItem) -> bytes:
-    """BLAKE3 of frames including their shape. Raises MissingDependency, and the errors of
-    ``FramesItem.array``."""
+    """BLAKE3 of frames including their shape. Raises the errors of ``FramesItem.array``."""
     return _blake3(*_content(item))
 
 
 def item_digest(item: Item) -> bytes:
-    """The item's own digest, or else BLAKE3 of its content.
-
-    Raises MissingDependency without ``blake3``, InvalidRequest for a DigestItem or UrlItem without a digest.
-    """
+    """The item's own digest, or else BLAKE3 of its content. Raises InvalidRequest for a DigestItem or UrlItem
+    without a digest."""
     return item.digest or _blake3(*_content(item))
 
 
 def routing_digest(item: Item) -> bytes:
     """The 32 bytes by which a gateway routes each content to one replica.
 
-    This is ``item_digest``, or SHA-256 of the content where ``blake3`` is not installed. For a URL without a
-    digest it is SHA-256 of the URL. For an item that cannot be hashed it is an arbitrary value; encoding that
-    item reports the error.
-
-    It does not enter the embedding key, which the service derives from the item alone. However, callers of
-    one fleet share rows only if all of them have ``blake3``, or none.
+    This is ``item_digest``. For a URL without a digest it is SHA-256 of the URL. For an item that cannot be
+    hashed it is an arbitrary value; encoding that item reports the error. It does not enter the embedding
+    key, which the service derives from the item alone.
     """
     if item.digest:
         return item.digest if len(item.digest) == DIGEST_BYTES else hashlib.sha256(item.digest).digest()
@@ -74,8 +66,6 @@ def routing_digest(item: Item) -> bytes:
         return hashlib.sha256(item.url.encode()).digest()
     try:
         return item_digest(item)
-    except MissingDependency:
-        return _hashed(hashlib.sha256(), _content(item))
     except (InvalidRequest, TypeError):
         return hashlib.sha256().digest()
 
@@ -92,7 +82,7 @@ def _content(item: Item) -> tuple[bytes | memoryview, ...]:
             dtype, shape, data = item.packed()
             return layout.pixels_header(dtype, shape, item.grid), data
         case DigestItem():
-            raise InvalidRequest(f"a digest has 0 bytes, needs {DIGEST_BYTES}", reason="INVALID_DIGEST")
+            raise InvalidRequest(f"digest has 0 bytes, needs {DIGEST_BYTES}", reason="INVALID_DIGEST")
         case UrlItem():
             raise InvalidRequest("only the service knows the content at a URL: give the item a digest")
 
@@ -104,9 +94,7 @@ def item_key(item: Item, model: ModelInfo, *, namespace: str = "") -> bytes:
     """
     digest = item_digest(item)
     if len(digest) != DIGEST_BYTES:
-        raise InvalidRequest(
-            f"a digest has {len(digest)} bytes, needs {DIGEST_BYTES}", reason="INVALID_DIGEST"
-        )
+        raise InvalidRequest(f"digest has {len(digest)} bytes, needs {DIGEST_BYTES}", reason="INVALID_DIGEST")
     source = layout.ENCODED_SOURCE
     if isinstance(item, PixelItem):
         source = layout.pixels_source(item.grid)
@@ -125,15 +113,8 @@ def item_key(item: Item, model: ModelInfo, *, namespace: str = "") -> bytes:
 
 
 def lacks_digest(item: Item, max_bytes: float = math.inf) -> TypeGuard[ImageItem | ClipItem]:
-    """Whether ``with_digests`` adds one: to files of at most max_bytes that are ``bytes``, because others can
-    change before they are sent. The service hashes everything else."""
-    return (
-        isinstance(item, ImageItem | ClipItem)
-        and not item.digest
-        and isinstance(item.data, bytes)
-        and len(item.data) <= max_bytes
-        and can_hash()
-    )
+    """Whether ``with_digests`` adds one: to files of at most max_bytes. The service hashes the rest."""
+    return isinstance(item, ImageItem | ClipItem) and not item.digest and len(item.data) <= max_bytes
 
 
 def with_digests(items: Sequence[Item], max_bytes: float = math.inf) -> list[Item]:
@@ -156,24 +137,8 @@ def known_keys(items: Sequence[Item], models: Sequence[ModelInfo], namespace: st
     return keys
 
 
-@functools.cache
-def can_hash() -> bool:
-    """Whether ``blake3`` is installed. Does not import it."""
-    try:
-        return importlib.util.find_spec("blake3") is not None
-    except ImportError:  # an import hook that hides the package
-        return False
-
-
 def _blake3(*pieces: bytes | memoryview) -> bytes:
-    try:
-        import blake3
-    except ImportError as error:
-        raise MissingDependency("blake3", "hashing content") from error
-    return _hashed(blake3.blake3(), pieces)
-
-
-def _hashed(hasher: Any, pieces: Iterable[bytes | memoryview]) -> bytes:
+    hasher = blake3()
     for piece in pieces:
         hasher.update(piece)
     digest: bytes = hasher.digest()

@@ -12,8 +12,7 @@ import dataclasses
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar, Unpack
 
-from lm_adapter.channel import FLEET_OPTIONS
-from lm_adapter.checks import check_routes
+from lm_adapter.checks import check_items, check_keys
 from lm_adapter.client import AsyncVisionEncoderClient
 from lm_adapter.errors import (
     CallFailed,
@@ -22,6 +21,7 @@ from lm_adapter.errors import (
     ItemFailed,
     TruncatedStream,
 )
+from lm_adapter.fleet import FLEET_OPTIONS, KnownRoutes
 from lm_adapter.items import Item
 from lm_adapter.keys import routing_digest
 from lm_adapter.options import ClientOptions
@@ -39,7 +39,7 @@ ResultT = TypeVar("ResultT")
 class LocalFirstClient(AsyncVisionEncoderClient):
     """A client of the encoder at ``target`` that falls back to the gateway at ``fallback_target``.
 
-    ``fetch`` and ``lookup`` need the routing digest of each key, which ``PrefetchStatus`` holds."""
+    ``fetch`` and ``lookup`` need the routing digest of each key that another client announced."""
 
     def __init__(self, target: str, *, fallback_target: str, **options: Unpack[ClientOptions]) -> None:
         """options: those of ``AsyncVisionEncoderClient``. Transports, broker path and device apply to the
@@ -49,6 +49,7 @@ class LocalFirstClient(AsyncVisionEncoderClient):
         # No retries here: an item that failed locally is retried once, at the gateway.
         super().__init__(target, repeats=False, **local)
         self._gateway = AsyncVisionEncoderClient(fallback_target, fleet=True, repeats=False, **both)
+        self._known_routes = KnownRoutes()
 
     async def close(self) -> None:
         await self._gateway.close()
@@ -81,10 +82,10 @@ class LocalFirstClient(AsyncVisionEncoderClient):
             return await super().wait_transport(timeout_s)
         return self.transport
 
-    async def encode(
-        self, items: Sequence[Item], *, timeout_s: float | None = None, stream: Any = None
+    async def _encode(
+        self, items: Sequence[Item], *, timeout_s: float | None, stream: Any = None
     ) -> list[Outcome]:
-        return await self._ask_both(super().encode, self._gateway.encode, items, timeout_s, stream=stream)
+        return await self._ask_both(super()._encode, self._gateway._encode, items, timeout_s, stream=stream)
 
     async def fetch(
         self,
@@ -94,24 +95,24 @@ class LocalFirstClient(AsyncVisionEncoderClient):
         timeout_s: float | None = None,
         stream: Any = None,
     ) -> list[Outcome]:
-        check_routes(keys, routing_digests, is_routed=True)
+        routes = self._routes_of(keys, routing_digests)
         return await self._ask_both(
-            super().fetch, self._gateway.fetch, keys, timeout_s, routing_digests, stream=stream
+            super().fetch, self._gateway.fetch, keys, timeout_s, routes, stream=stream
         )
 
     async def prefetch(
         self, items: Sequence[Item], *, timeout_s: float | None = None, until_encoded: bool = False
     ) -> list[PrefetchStatus | ItemFailed]:
+        items = check_items(items)
         statuses = await self._ask_both(
             super().prefetch, self._gateway.prefetch, items, timeout_s, until_encoded=until_encoded
         )
         routes = await asyncio.to_thread(list, map(routing_digest, items))
-        return [
-            dataclasses.replace(status, routing_digest=route)
-            if isinstance(status, PrefetchStatus)
-            else status
-            for status, route in zip(statuses, routes, strict=True)
-        ]
+        for index, (status, route) in enumerate(zip(statuses, routes, strict=True)):
+            if isinstance(status, PrefetchStatus):
+                self._known_routes.note(status.key, route)
+                statuses[index] = dataclasses.replace(status, routing_digest=route)
+        return statuses
 
     async def lookup(
         self,
@@ -120,8 +121,12 @@ class LocalFirstClient(AsyncVisionEncoderClient):
         routing_digests: Sequence[bytes] = (),
         timeout_s: float | None = None,
     ) -> list[KeyStatus]:
-        check_routes(keys, routing_digests, is_routed=True)
-        return await self._ask_both(super().lookup, self._gateway.lookup, keys, timeout_s, routing_digests)
+        routes = self._routes_of(keys, routing_digests)
+        return await self._ask_both(super().lookup, self._gateway.lookup, keys, timeout_s, routes)
+
+    def _routes_of(self, keys: Sequence[bytes], routing_digests: Sequence[bytes]) -> list[bytes]:
+        """In the order of the keys. Raises InvalidRequest."""
+        return list(self._known_routes.of(check_keys(keys), routing_digests).values())
 
     async def _ask_both(
         self,

@@ -25,3 +25,5 @@ class ClientOptions(TypedDict, total=False):
     max_rows_bytes: int
     device: str | int | torch.device | None
     options: Mapping[str, int | str] | None
+    max_in_flight: int
+    waits: bool

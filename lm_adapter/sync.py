@@ -10,7 +10,7 @@ import functools
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import CancelledError, Future
-from typing import Any, Self, TypeVar, Unpack
+from typing import Any, Self, TypeVar, Unpack, overload
 
 from lm_adapter.client import AsyncVisionEncoderClient, rows_or_raise
 from lm_adapter.errors import CallCancelled, InvalidRequest, ItemFailed
@@ -108,9 +108,18 @@ class VisionEncoderClient:
         self._client.note_device()
         return self._run(lambda: self._client.wait_transport(timeout_s))
 
-    def encode(self, items: Sequence[Item], *, timeout_s: float | None = None) -> list[Outcome]:
-        items = self._client.hashed(items)
-        return self._rows(items, functools.partial(self._client.encode, items, timeout_s=timeout_s))
+    @overload
+    def encode(self, items: Item, *, timeout_s: float | None = None) -> EncodedRows: ...
+    @overload
+    def encode(self, items: Sequence[Item], *, timeout_s: float | None = None) -> list[Outcome]: ...
+    def encode(
+        self, items: Item | Sequence[Item], *, timeout_s: float | None = None
+    ) -> EncodedRows | list[Outcome]:
+        if isinstance(items, Item):
+            return self.encode_one(items, timeout_s=timeout_s)
+        hashed: Sequence[Item] = self._client.hashed(items)
+        call: Callable[..., Coroutine[Any, Any, list[Outcome]]] = self._client.encode
+        return self._rows(hashed, functools.partial(call, hashed, timeout_s=timeout_s))
 
     def encode_one(self, item: Item, *, timeout_s: float | None = None) -> EncodedRows:
         (outcome,) = self.encode([item], timeout_s=timeout_s)

@@ -8,7 +8,7 @@ expected rows::
         rows = client.encode_one(ImageItem(jpeg_bytes, digest=digest))
         assert (rows.numpy() == fake_rows(digest, rows.num_rows, rows.width)).all()
 
-Items without a digest are hashed with BLAKE3. They fail if the package ``blake3`` is not installed.
+Items without a digest are hashed with BLAKE3.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ MAX_CONCURRENT_CALLS = 128
 MAX_CALL_RECORDS = 10_000
 DEFAULT_MAX_MESSAGE_BYTES = 4 << 20
 _MODALITY_NUMBERS = {modality: number for number, modality in convert.MODALITY_OF.items()}
-_INVALID_ARGUMENT, _NOT_FOUND, _INTERNAL = 3, 5, 13
+_INVALID_ARGUMENT, _NOT_FOUND, _RESOURCE_EXHAUSTED, _INTERNAL = 3, 5, 8, 13
 Context = grpc.ServicerContext
 RowsRequest = pb.EncodeRequest | pb.FetchRequest
 
@@ -118,6 +118,7 @@ class FakeScript:
     faults: digest to fault.
     call_failures: method name to the status and failure with which every call of it ends.
     num_cuts: this many of the next streams end with UNAVAILABLE after their first item.
+    num_refusals: this many of the next items are refused with QUEUE_FULL, as by an overloaded service.
     transports, place: for rows in shared memory: the announcements, and a function that stores an item's rows
     and sets the place in its result, or leaves the result unchanged for inline rows."""
 
@@ -137,6 +138,7 @@ class FakeScript:
     faults: dict[bytes, Fault] = field(default_factory=dict)
     call_failures: dict[str, tuple[grpc.StatusCode, ItemFailed]] = field(default_factory=dict)
     num_cuts: int = 0
+    num_refusals: int = 0
     transports: Sequence[pb.TransportInfo] = ()
     place: Callable[[RowsRequest, pb.ItemResult, bytes], None] | None = None
 
@@ -332,6 +334,17 @@ class FakeEncoder:
             raise _refusal("UNSUPPORTED_CONTENT", f"the fake takes no {content}")
         grid = convert.grid(item.pixels.grid_thw) if content == "pixels" else None
         digest = _digest_of(item, grid)
+        with self._lock:
+            is_refused = self.script.num_refusals > 0
+            self.script.num_refusals -= is_refused
+        if is_refused:
+            raise ItemFailed(
+                f"queue holds {len(self._held)} items of {len(self._held)}",
+                reason="QUEUE_FULL",
+                status=_RESOURCE_EXHAUSTED,
+                retryable=True,
+                retry_after_ms=1,
+            )
         if digest in self.script.failures:
             raise self.script.failures[digest]
         model = self.script.model
@@ -527,7 +540,7 @@ def _faulty(fault: Fault | None, events: Sequence[pb.ItemEvent]) -> list[pb.Item
 
 
 def _digest_of(item: pb.Item, pixels_grid: Grid | None) -> bytes:
-    """The caller's digest, validated, or BLAKE3 of the content. Raises ItemFailed and MissingDependency."""
+    """The caller's digest, validated, or BLAKE3 of the content. Raises ItemFailed."""
     digest = item.content_digest
     if digest or item.WhichOneof("content") == "digest_only":
         if len(digest) != DIGEST_BYTES:

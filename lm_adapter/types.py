@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lm_adapter.errors import InvalidRequest, ItemFailed, MissingDependency
-from lm_adapter.items import Grid, Modality
+from lm_adapter.items import Grid, Modality, ShortRepr
 
 if TYPE_CHECKING:
     import torch
@@ -64,8 +64,8 @@ def upcast_bfloat16(bits: npt.NDArray[np.uint16]) -> npt.NDArray[np.float32]:
     return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
-@dataclass(frozen=True, eq=False)
-class EncodedRows:
+@dataclass(frozen=True, eq=False, repr=False)
+class EncodedRows(ShortRepr):
     """One item's visual tokens, validated. Layout [num_rows, width], width = D * (1 + L), main level first,
     then the deepstack levels in order.
 
@@ -83,9 +83,9 @@ class EncodedRows:
     num_deepstack_levels: int
     payload: npt.NDArray[np.uint8] | torch.Tensor = field(repr=False)
     tier: CacheTier = CacheTier.UNKNOWN
-    timings: StageTimings = field(default_factory=StageTimings)
-    timestamps_s: tuple[float, ...] = ()
-    chunk_grids: tuple[Grid, ...] = ()
+    timings: StageTimings = field(default_factory=StageTimings, repr=False)
+    timestamps_s: tuple[float, ...] = field(default=(), repr=False)
+    chunk_grids: tuple[Grid, ...] = field(default=(), repr=False)
 
     @property
     def num_bytes(self) -> int:
@@ -122,8 +122,8 @@ class EncodedRows:
 Outcome: TypeAlias = EncodedRows | ItemFailed
 
 
-@dataclass(frozen=True)
-class ModelInfo:
+@dataclass(frozen=True, repr=False)
+class ModelInfo(ShortRepr):
     """A served model: its name, its fingerprints and the geometry of its rows."""
 
     name: str
@@ -199,8 +199,8 @@ class ServerInfo:
         return matches[0]
 
 
-@dataclass(frozen=True)
-class KeyStatus:
+@dataclass(frozen=True, repr=False)
+class KeyStatus(ShortRepr):
     """grid_thw and num_rows are set when the rows are resident."""
 
     key: bytes
@@ -210,8 +210,8 @@ class KeyStatus:
     tier: CacheTier = CacheTier.UNKNOWN
 
 
-@dataclass(frozen=True)
-class PrefetchStatus:
+@dataclass(frozen=True, repr=False)
+class PrefetchStatus(ShortRepr):
     """An item that is resident or being encoded. grid_thw and, of a clip, timestamps_s of the sampled frames
     are known as soon as the file's header was read. routing_digest: for ``fetch`` and ``lookup`` of a fleet,
     else empty."""
@@ -222,4 +222,4 @@ class PrefetchStatus:
     grid_thw: Grid | None = None
     num_rows: int = 0
     routing_digest: bytes = b""
-    timestamps_s: tuple[float, ...] = ()
+    timestamps_s: tuple[float, ...] = field(default=(), repr=False)

@@ -19,9 +19,7 @@ import numpy.typing as npt
 
 from lm_adapter.errors import BrokerError, EncoderError, InvalidRequest, MappingFailed
 from lm_adapter.shm import mapping
-from lm_adapter.shm.reader import MappedArena
 from lm_adapter.types import ServerInfo, TransportInfo
-from vision_encoder.layout.directory import Record
 from vision_encoder.layout.host import host_id
 from vision_encoder.v1 import broker_pb2
 from vision_encoder.v1 import encoder_pb2 as pb
@@ -30,6 +28,8 @@ if TYPE_CHECKING:
     import torch
 
     from lm_adapter.shm.broker import BrokerConnection
+    from lm_adapter.shm.reader import MappedArena
+    from vision_encoder.layout.directory import Record
 
 
 TRANSPORTS = ("device", "host", "inline")
@@ -240,7 +240,9 @@ class SharedMemory:
 
     def _attach_kind(self, name: str) -> tuple[BrokerConnection, AttachedMemory]:
         """Connects to the broker and maps all arenas of one kind. Raises EncoderError."""
-        from lm_adapter.shm.broker import BrokerConnection  # a client without shared memory does not need it
+        # A client without shared memory does not need these.
+        from lm_adapter.shm.broker import BrokerConnection
+        from lm_adapter.shm.reader import MappedArena
 
         info = self._info
         assert info is not None

@@ -14,6 +14,7 @@ from vision_encoder.v1 import encoder_pb2 as pb
 
 INTERNAL = {
     *("upcast_bfloat16", "from_rpc_error", "BrokerError", "MappingFailed"),
+    *("FileItem", "ShortRepr"),
     *("known_keys", "lacks_digest", "with_digests"),
 }
 

@@ -56,7 +56,7 @@ def test_the_adapter_imports_on_its_own_dependencies() -> None:
     """Every module of it, with the service's and the models' packages out of reach, torch included."""
     wanted = [module_name(path) for path in MODULES if path.is_relative_to(ROOT / "lm_adapter")]
     wanted = [name for name in wanted if not name.startswith((*DEVICE_CODE, *ENGINE_CODE))]
-    refused = ["encoder_service", "fastapi", "transformers", "triton", "torch", "pydantic", "blake3", "PIL"]
+    refused = ["encoder_service", "fastapi", "transformers", "triton", "torch", "pydantic", "PIL"]
     import_without(refused, wanted)
 
 

@@ -78,7 +78,7 @@ def test_metadata(wheels: dict[str, Path]) -> None:
 
 
 def test_requirements(wheels: dict[str, Path]) -> None:
-    assert requirements_of(wheels["adapter"]) == {"grpcio", "numpy", "protobuf"}
+    assert requirements_of(wheels["adapter"]) == {"blake3", "grpcio", "numpy", "protobuf"}
     gpu_words = ("nvidia", "cuda", "triton", "flash", "fa3", "cupy", "transformers", "torchvision")
     assert not [
         name for name in requirements_of(wheels["service"]) if any(word in name for word in gpu_words)

@@ -20,7 +20,7 @@ from bench.harness.fleet.gateway import NAME, AccessLog, Gateway, dict_of, part
 from bench.harness.fleet.images import HOLD, MIB, image_file
 from bench.harness.fleet.names import NameServer
 from bench.harness.waiting import wait_until
-from lm_adapter import ImageItem, VisionEncoderClient
+from lm_adapter import EncodedRows, ImageItem, InvalidRequest, PrefetchStatus, VisionEncoderClient
 from tests.fleet.frames import GRPC_HEADERS, SERVER_INFO_PATH, RawCaller
 from tests.unit.lm_adapter.connector_rig import Engine, Image, engine_config
 
@@ -99,6 +99,21 @@ def test_a_malformed_header_fails_no_call_of_another_caller(fleet: Fleet) -> Non
     assert {(one["grpc_status"], one["attempts"]) for one in of_good} == {(0, 1)}
     assert len({one["replica"] for one in of_good}) == 1
     assert fleet.counters()["outlier_detection.ejections_enforced_total"] == 0
+
+
+def test_a_client_without_fleet_is_told_that_it_needs_it(fleet: Fleet) -> None:
+    target = fleet.gateways[0].target
+    image = ImageItem(image_file(2))
+    with VisionEncoderClient(target, timeout_s=READY_S) as client:
+        assert client.info().models
+        for call in (client.encode, client.prefetch):
+            with pytest.raises(InvalidRequest, match=f"{target} is a gateway .* use fleet=True"):
+                call([image])
+    with VisionEncoderClient(target, fleet=True, timeout_s=READY_S) as client:
+        (status,) = client.prefetch([image])
+        assert isinstance(status, PrefetchStatus)
+        (rows,) = client.fetch([status.key])  # its route is known
+        assert isinstance(rows, EncodedRows)
 
 
 def test_two_gateways_send_equal_digests_to_one_replica(fleet: Fleet) -> None:

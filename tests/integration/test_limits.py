@@ -69,7 +69,7 @@ def test_p17_calls_over_the_bound_are_told_when_to_come_again(
             stub = encoder_pb2_grpc.VisionEncoderStub(channel)
             calls = [stub.Encode(request(photo()), timeout=60) for _ in range(3)]
             wait_for_calls(found, 3)
-            with VisionEncoderClient(found.target, timeout_s=20) as client:
+            with VisionEncoderClient(found.target, timeout_s=20, waits=False) as client:
                 with pytest.raises(EncoderOverloaded, match="at most 4") as caught:
                     client.info()
                 assert caught.value.reason == "TOO_MANY_CALLS"

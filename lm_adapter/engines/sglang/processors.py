@@ -37,7 +37,6 @@ from lm_adapter.engines.shared.geometry import Geometry
 from lm_adapter.engines.shared.images import ImageFile
 from lm_adapter.errors import EncoderError, InvalidRequest
 from lm_adapter.items import Grid
-from lm_adapter.keys import content_digest
 from lm_adapter.types import EncodedRows
 
 logger = logging.getLogger("sglang.vision_encoder")
@@ -59,8 +58,7 @@ class FileProcessor(BaseMultimodalProcessor):  # type: ignore[misc]
     generates_input_ids_from_raw_prompt = True
 
     def __init__(self, hf_config: Any, server_args: Any, processor: Any, *args: Any, **kwargs: Any) -> None:
-        """Raises InvalidRequest for settings that cannot work, MissingDependency without blake3."""
-        content_digest(b"")
+        """Raises InvalidRequest for settings that cannot work."""
         check_loaded(os.environ)
         settings = read_settings(os.environ)
         if sglang.__version__ != SGLANG_VERSION:

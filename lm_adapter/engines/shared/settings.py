@@ -108,6 +108,7 @@ class Settings:
             "model": self.model,
             "timeout_s": self.timeout_s,
             "token_file": self.token_file,
+            "waits": False,  # ``EncoderThread`` repeats overloaded calls, for ``retry_s``
         }
         kind: type[AsyncVisionEncoderClient] = AsyncVisionEncoderClient
         if self.fleet:

@@ -1,8 +1,7 @@
 """Content digests and embedding keys: which bytes are hashed, in which order.
 
-The caller of these functions hashes content with BLAKE3, whose package is optional for clients. Keys are
-SHA-256 and need only the standard library. In the input of a hash, every field follows its length as a
-little-endian uint32.
+The caller of these functions hashes content with BLAKE3. Keys are SHA-256 and need only the standard library.
+In the input of a hash, every field follows its length as a little-endian uint32.
 """
 
 from __future__ import annotations
@@ -14,6 +13,8 @@ from collections.abc import Mapping, Sequence
 ROUTING_KEY = "x-content-digest"
 """Metadata of a call through a gateway: the routing digest in hexadecimal, by which calls with the same
 content reach the same replica. It is not part of an embedding key."""
+GATEWAY_KEY = "x-vision-encoder-gateway"
+"""Metadata that a gateway adds to every answer."""
 DIGEST_BYTES = 32
 KEY_TAG = b"vision_encoder.key.v1"
 FRAMES_TAG = b"vision_encoder.frames.v1"

@@ -214,5 +214,24 @@ def test_a_timeout_is_positive(open_client: Open, timeout_s: float) -> None:
 def test_keys_have_thirty_two_bytes(open_client: Open) -> None:
     client = open_client()
     for method in ("lookup", "fetch"):
-        with pytest.raises(InvalidRequest, match="key 1 has 3 bytes, needs 32"):
+        with pytest.raises(InvalidRequest, match=r"keys\[1\] has 3 bytes, needs 32"):
             client.call(method, [digest_of(0), b"abc"])
+        with pytest.raises(InvalidRequest, match=r"needs a sequence of them: \[keys\]"):
+            client.call(method, digest_of(0))
+
+
+@pytest.mark.parametrize("method", ["encode", "prefetch"])
+def test_what_is_no_item_is_named(open_client: Open, method: str) -> None:
+    client = open_client()
+    with pytest.raises(InvalidRequest, match=r"items\[1\] is a bytes, needs an ImageItem"):
+        client.call(method, [image(0), b"jpeg"])
+    with pytest.raises(InvalidRequest, match="items is a str, needs a sequence"):
+        client.call(method, "photo.jpg")
+
+
+def test_encode_takes_one_item(fake: FakeEncoder, open_client: Open) -> None:
+    client = open_client()
+    assert_rows_of(client.call("encode", image(0)), digest_of(0))
+    fake.script.failures[digest_of(1)] = ItemFailed("no image", reason="UNDECODABLE_IMAGE", status=3)
+    with pytest.raises(ItemFailed, match="no image"):
+        client.call("encode", image(1))

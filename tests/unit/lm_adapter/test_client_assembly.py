@@ -411,8 +411,6 @@ def test_batches_hold_every_item_in_order_and_stay_within_the_limits(
         assert request.ByteSize() <= 8192
 
 
-def test_what_is_no_item_is_a_type_error() -> None:
-    with pytest.raises(TypeError, match="found bytes"):
-        prepare_items({0: b"jpeg"}, Limits())  # type: ignore[dict-item]
+def test_pixels_of_another_type_are_a_type_error() -> None:
     with pytest.raises(TypeError, match="found list"):
         prepare_items({0: PixelItem([[1.0]], Grid(1, 2, 2))}, Limits())  # type: ignore[arg-type]

@@ -128,9 +128,9 @@ def test_p33_a_broken_stream_keeps_what_had_arrived(
 
 def test_p32_a_failed_item_brings_its_reason_at_once(fake: FakeEncoder, open_client: Open) -> None:
     fake.script.failures[digest_of(1)] = ItemFailed(
-        "the queue holds 9 patches, at most 8 are taken",
-        reason="QUEUE_FULL",
-        status=8,
+        "the image has 9 patches, at most 8 are taken",
+        reason="IMAGE_TOO_LARGE",
+        status=3,
         retryable=True,
         retry_after_ms=120,
         details={"queued": 9, "allowed": 8},
@@ -142,8 +142,8 @@ def test_p32_a_failed_item_brings_its_reason_at_once(fake: FakeEncoder, open_cli
     failure = outcomes[1]
     assert isinstance(failure, ItemFailed)
     assert (failure.reason, failure.status, failure.retryable, failure.retry_after_ms) == (
-        "QUEUE_FULL",
-        8,
+        "IMAGE_TOO_LARGE",
+        3,
         True,
         120,
     )
@@ -154,7 +154,7 @@ def test_p32_a_failed_item_brings_its_reason_at_once(fake: FakeEncoder, open_cli
     with pytest.raises(ItemFailed, match="9 patches"):
         client.call("encode_one", image(1))
     (status,) = client.call("prefetch", [image(1)])
-    assert status.reason == "QUEUE_FULL"
+    assert status.reason == "IMAGE_TOO_LARGE"
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def test_p32_a_refused_call_brings_the_services_reason(
     fake.script.call_failures[method] = (status, account)
     argument = [digest_of(0)] if method in ("Lookup", "Fetch") else [image(0)]
     with pytest.raises(kind, match="why") as caught:
-        open_client().call(method.lower(), argument)
+        open_client(waits=False).call(method.lower(), argument)
     assert (caught.value.reason, caught.value.retryable, caught.value.retry_after_ms) == (
         "SOME_REASON",
         True,

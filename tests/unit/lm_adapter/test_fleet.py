@@ -31,11 +31,10 @@ from lm_adapter import (
     VisionEncoderClient,
     keys,
 )
+from lm_adapter.fleet import MAX_PAUSE_S, KnownRoutes
 from lm_adapter.local_first import LocalFirstClient
-from lm_adapter.routing import MAX_PAUSE_S
 from lm_adapter.testing import FakeEncoder, Fault
 from tests.unit.lm_adapter.client_drivers import AsyncDriver, Driver, Open, SyncDriver, opener
-from tests.unit.lm_adapter.interpreter import output_of
 from tests.unit.lm_adapter.test_client import assert_rows_of, digest_of, image
 from vision_encoder.layout.keys import ROUTING_KEY
 
@@ -94,24 +93,6 @@ def test_items_are_asked_for_at_once(fake: FakeEncoder, driver: Driver) -> None:
     assert all(isinstance(outcome, EncodedRows) for outcome in outcomes)
 
 
-def test_p48_the_header_is_no_identity_without_blake3(fake: FakeEncoder) -> None:
-    """SHA-256 routes, and no digest is sent: the service computes the one that enters the key."""
-    data = b"\xff\xd8\xff a file of a caller without blake3"
-    code = f"""
-import sys
-sys.modules["blake3"] = None  # not installed
-from lm_adapter import ImageItem, VisionEncoderClient
-with VisionEncoderClient({fake.target!r}, fleet=True, timeout_s=20) as client:
-    (status,) = client.prefetch([ImageItem({data!r})])
-print(status.content_digest.hex(), status.routing_digest.hex())
-"""
-    sha256 = hashlib.sha256(data).hexdigest()
-    assert output_of(code).split() == [keys.content_digest(data).hex(), sha256]
-    (call,) = [call for call in fake.calls if call.method == "Prefetch"]
-    assert call.metadata[ROUTING_KEY] == sha256
-    assert not call.request.items[0].content_digest
-
-
 def test_a_url_is_routed_by_its_string_unless_it_has_a_digest() -> None:
     url = "https://example.org/a.jpg"
     assert keys.routing_digest(UrlItem(url)) == hashlib.sha256(url.encode()).digest()
@@ -119,9 +100,33 @@ def test_a_url_is_routed_by_its_string_unless_it_has_a_digest() -> None:
 
 
 @pytest.mark.parametrize("method", ["fetch", "lookup"])
-def test_keys_without_routing_digests_are_refused_with_both_numbers(driver: Driver, method: str) -> None:
-    with pytest.raises(InvalidRequest, match="3 keys have 1 routing digests"):
+def test_routing_digests_are_those_of_all_keys_or_known(driver: Driver, method: str) -> None:
+    with pytest.raises(InvalidRequest, match="routing_digests has 1 digests, keys has 3 keys"):
         driver.call(method, [b"k" * 32] * 3, routing_digests=[b"r" * 32])
+    with pytest.raises(InvalidRequest, match=r"keys\[0\] was not announced by this .* routing_digests"):
+        driver.call(method, [b"k" * 32])
+
+
+def test_the_routes_of_announced_and_encoded_items_are_remembered(fake: FakeEncoder, driver: Driver) -> None:
+    (announced,) = driver.call("prefetch", [image(0)])
+    encoded = driver.call("encode", image(1))
+    for index, rows in enumerate(driver.call("fetch", [announced.key, encoded.key])):
+        assert_rows_of(rows, digest_of(index))
+    driver.call("lookup", [announced.key])
+    assert routes_of(fake, "Fetch") == sorted([digest_of(0).hex(), digest_of(1).hex()])
+    assert routes_of(fake, "Lookup") == [digest_of(0).hex()]
+
+
+def test_the_least_recently_used_route_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lm_adapter.fleet.MAX_KNOWN_ROUTES", 2)
+    known = KnownRoutes()
+    known.note(b"a", b"1")
+    known.note(b"b", b"2")
+    assert known.of([b"a"], ()) == {0: b"1"}
+    known.note(b"c", b"3")
+    assert known.of([b"c", b"a"], ()) == {0: b"3", 1: b"1"}
+    with pytest.raises(InvalidRequest, match="was not announced"):
+        known.of([b"b"], ())
 
 
 @pytest.mark.parametrize("method", ["Encode", "Prefetch"])
@@ -134,15 +139,6 @@ def test_p44_a_replica_that_drains_is_asked_once_more_and_what_came_is_kept(
     assert isinstance(failed, ItemFailed)
     assert (failed.reason, failed.status, failed.retryable) == ("DRAINING", 14, True)
     assert fake.num_calls[method] == 2
-
-
-def test_an_item_that_is_refused_fails_alone_and_is_not_repeated(fake: FakeEncoder, driver: Driver) -> None:
-    full = ItemFailed("no room", reason="QUEUE_FULL", status=8, retryable=True, retry_after_ms=200)
-    driver.call("info")
-    fake.script.call_failures["Encode"] = (grpc.StatusCode.RESOURCE_EXHAUSTED, full)
-    outcomes = driver.call("encode", [image(0), image(1)])
-    assert [(one.reason, one.retry_after_ms) for one in outcomes] == [("QUEUE_FULL", 200)] * 2
-    assert fake.num_calls["Encode"] == 2
 
 
 @pytest.mark.parametrize(
@@ -159,8 +155,8 @@ def test_p33_a_malformed_item_fails_alone(driver: Driver, method: str, bad: Item
 def test_an_item_that_gateways_cannot_repeat_waits_until_all_have_left_out_its_replica(
     fake: FakeEncoder, driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lm_adapter.routing.GATEWAY_BUFFER_BYTES", 1000)
-    monkeypatch.setattr("lm_adapter.routing.LARGE_PAUSE_S", 1.0)
+    monkeypatch.setattr("lm_adapter.fleet.GATEWAY_BUFFER_BYTES", 1000)
+    monkeypatch.setattr("lm_adapter.fleet.LARGE_PAUSE_S", 1.0)
     driver.call("info")
     fake.script.call_failures["Encode"] = (grpc.StatusCode.UNAVAILABLE, DRAINING)
     for num_calls, num_bytes in ((2, 1001), (4, 100)):
@@ -173,7 +169,7 @@ def test_an_item_that_gateways_cannot_repeat_waits_until_all_have_left_out_its_r
 def test_a_repeat_does_not_outlast_the_deadline(
     fake: FakeEncoder, driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lm_adapter.routing.MIN_PAUSE_S", MAX_PAUSE_S)
+    monkeypatch.setattr("lm_adapter.fleet.MIN_PAUSE_S", MAX_PAUSE_S)
     driver.call("info")
     fake.stop()
     started_s = time.monotonic()
@@ -186,7 +182,7 @@ def test_information_of_a_fleet_is_asked_for_again_when_it_is_old(
     fake: FakeEncoder, driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     driver.call("encode_one", image(0))
-    monkeypatch.setattr("lm_adapter.routing.FLEET_INFO_S", 0.0)
+    monkeypatch.setattr("lm_adapter.fleet.FLEET_INFO_S", 0.0)
     driver.call("encode_one", image(1))
     assert fake.num_calls["GetServerInfo"] == 2
     fake.script.call_failures["GetServerInfo"] = (grpc.StatusCode.UNAVAILABLE, DRAINING)
@@ -254,8 +250,10 @@ def test_the_local_encoder_is_asked_alone_while_it_answers(
     two.call("lookup", [announced.key], routing_digests=[announced.routing_digest])
     assert not gateway.num_calls
     assert local.num_calls["Encode"] == 1  # both items in one call
-    with pytest.raises(InvalidRequest, match="1 keys have 0 routing digests"):
-        two.call("fetch", [announced.key])
+    (rows,) = two.call("fetch", [announced.key])  # its digest is remembered
+    assert_rows_of(rows, digest_of(2))
+    with pytest.raises(InvalidRequest, match=r"keys\[0\] was not announced"):
+        two.call("fetch", [b"k" * 32])
     statuses = two.call("prefetch", [image(2), DigestItem(b"")])
     assert [isinstance(status, PrefetchStatus) for status in statuses] == [True, False]
 

@@ -11,7 +11,8 @@ from lm_adapter.errors import (
     EncoderUnavailable,
     TruncatedStream,
 )
-from lm_adapter.routing import GATEWAY_BUFFER_BYTES, LARGE_PAUSE_S, MAX_PAUSE_S, MIN_PAUSE_S, Direct, Fleet
+from lm_adapter.fleet import GATEWAY_BUFFER_BYTES, LARGE_PAUSE_S, MAX_PAUSE_S, MIN_PAUSE_S, Fleet
+from lm_adapter.routing import Direct
 
 BROKEN = EncoderUnavailable("the connection broke")
 DRAINING = EncoderUnavailable("the encoder stops", reason="DRAINING", retryable=True)
@@ -51,10 +52,8 @@ def test_a_fleets_pause_fits_the_deadline_and_grows_with_what_a_gateway_cannot_r
 
 def test_only_a_replica_that_states_its_reason_fails_the_item_instead_of_the_call() -> None:
     fleet = Fleet(repeats=True)
-    draining, full = fleet.item_failure(DRAINING), fleet.item_failure(FULL)
+    draining = fleet.item_failure(DRAINING)
     assert draining is not None
-    assert full is not None
     assert (draining.reason, draining.status, draining.retryable) == ("DRAINING", 14, True)
-    assert (full.reason, full.status, full.retry_after_ms) == ("QUEUE_FULL", 8, 200)
-    assert [fleet.item_failure(error) for error in (BROKEN, TRUNCATED, LATE)] == [None] * 3
+    assert [fleet.item_failure(error) for error in (BROKEN, TRUNCATED, LATE, FULL)] == [None] * 4
     assert Direct(repeats=True).item_failure(DRAINING) is None

@@ -17,8 +17,9 @@ from PIL import Image, ImageOps, PngImagePlugin
 from encoder_service.errors import UndecodableImage
 from encoder_service.ingest.decode import ALLOWED_FORMATS, DecodeLimits, open_image
 from lm_adapter.engines.shared import images
-from lm_adapter.engines.shared.images import ORIENTATION, TURNED, ImageFile
+from lm_adapter.engines.shared.images import TURNED, ImageFile
 from lm_adapter.keys import content_digest
+from lm_adapter.pixels import ORIENTATION
 from tests.unit.ingest.image_files import odd_pngs
 
 LIMITS = DecodeLimits(1 << 24, 1 << 24)

@@ -108,6 +108,7 @@ def test_only_a_client_that_reads_rows_attaches_to_memory(
     assert target == "a:1"
     assert options.pop("tls") == ClientTls(*(files[name] for name in list(files)[1:]))
     common = {"namespace": "tenant", "model": "m", "timeout_s": 4, "token_file": files["token_file"]}
+    common["waits"] = False
     memory: dict[str, Any] = {"transports": TRANSPORTS, "broker_path": "/broker"}
     if "fleet" in gateway:
         memory = {}
