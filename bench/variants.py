@@ -254,7 +254,7 @@ def run_step(runner: GraphRunner, grids: Sequence[Grid], pixels: Sequence[torch.
 def describe_runner(runner: GraphRunner) -> dict[str, Any]:
     """The graphs, their memory, the attention backend of each measured shape, and the gemm backend of each
     product by number of rows."""
-    attention, gemms = runner.tower.attention, runner.tower.gemms
+    attention, gemms = runner.tower.attention, runner.tower.gemms  # type: ignore[attr-defined]
     return {
         "graphs": len(runner.ladder),
         "sizes": list(runner.ladder.sizes),
