@@ -5,8 +5,8 @@ Owns connections, requests and their bodies: how many there may be, what one pee
 own event loop.
 
 Connections: above the limit a new one displaces the one that has waited for its peer the longest. A
-connection waits for its peer while no request of it is in progress, or while the peer does not read the
-answer. Fewer requests may be in progress than there are connections, so there always is one to displace, and
+connection waits for its peer while it has no request in progress, or while the peer does not read the answer.
+Fewer requests may be in progress than there are connections. So some connection can always be displaced, and
 a health check is always answered.
 
 Bodies: counted before they are held, until their request ends. What exceeds a limit is refused before it is

@@ -193,7 +193,7 @@ def stop_logs() -> None:
 
 
 class _LosingFile(io.FileIO):
-    """A file that loses data if its descriptor cannot take them now."""
+    """A file that drops data which its descriptor cannot take at once."""
 
     def write(self, data: Any) -> int:
         num_written = super().write(data)

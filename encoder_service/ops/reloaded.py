@@ -46,7 +46,7 @@ class Reloaded(Generic[Content]):
         return self._content
 
     def check(self) -> None:
-        """Reads the files once, and uses a change if the read before returned the same."""
+        """Reads the files once. Uses a change if the previous read returned the same contents."""
         try:
             contents: list[bytes] | str = list(map(read, self._files))
         except ConfigurationError as error:

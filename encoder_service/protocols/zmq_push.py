@@ -1,4 +1,4 @@
-"""Sends ZMQ messages to hosts that a request names, if these may receive rows.
+"""Sends ZMQ messages to the hosts that a request names, if those hosts may receive rows.
 
 Owns the rule which hosts may receive, and the limits on concurrent sends. Used by the servers of other
 systems' protocols (``sglang``, ``tokenspeed``). Needs pyzmq, which is optional.
@@ -35,7 +35,7 @@ FLUSH_POLL_S = 0.002
 LINGER_MS = 1000
 
 
-class Receivers:
+class AllowedReceivers:
     """The hosts that may receive rows: the request's peer, and the networks of an allow-list.
 
     A peer on this machine may name any address of this machine, because SGLang sends requests on loopback and

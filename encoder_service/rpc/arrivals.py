@@ -37,7 +37,7 @@ MAX_PEERS = 4096
 @dataclass(eq=False)
 class _Arrival:
     """A message that is not complete yet. num_expected: bytes taken for its estimate, 0 once it is late.
-    num_held: bytes taken for it as a late message on a connection without a kernel's count. refused: the
+    num_held: bytes taken for it once it is late, if the kernel does not count its connection. refused: the
     error with which its call ends."""
 
     peer: str
@@ -175,8 +175,8 @@ class Arrivals:
                 connection = self._connections.get(peer)
                 if connection is None:
                     self._connections[peer] = connection = _Connection(holder, received[peer])
-                    # Includes the bytes from before the message was late. A negative number says that the
-                    # delivered bytes are an earlier connection's from the same address and port.
+                    # Includes the bytes from before the message was late. If negative, the delivered
+                    # bytes belong to an earlier connection from the same address and port.
                     num_pending = received[peer] - self._delivered.get(peer, 0)
                     connection.num_bytes = received[peer] if num_pending < 0 else num_pending
                 connection.arrivals.add(arrival)

@@ -1,6 +1,6 @@
 """gRPC's health service and reflection, behind the gate of a server.
 
-Both answer without a permit. Health needs no token; reflection needs one where the service's calls do.
+Both answer without a permit. Health needs no token; reflection needs one if the service's calls do.
 grpcio's own health servicer is not used: there, a watcher that does not read delays the other watchers and
 the end of the service.
 """

@@ -82,9 +82,9 @@ class Call:
     def item_failure(
         self, metrics: Metrics, error: BaseException, index: int, num_items: int
     ) -> pb.ItemFailure:
-        """Logs and counts the failure of an item, and returns it for the item's event or status. If a gateway
-        routed the call, the call has one item, and this replica takes no work now, raises it instead as the
-        failure of the call: the gateway then tries another replica."""
+        """Logs and counts the failure of an item, and returns it for the item's event or status. Exception:
+        in a call of one item through a gateway, if this replica takes no work now, the failure is raised as
+        the call's, so that the gateway tries another replica."""
         known = as_service_error(error)
         is_routed = num_items == 1 and any(name == ROUTING_KEY for name, _ in self.metadata)
         if is_routed and isinstance(known, TAKES_NO_WORK):

@@ -52,7 +52,7 @@ from encoder_service.protocols.sglang.requests import (
     url_message,
     verify,
 )
-from encoder_service.protocols.zmq_push import Receivers, Sender
+from encoder_service.protocols.zmq_push import AllowedReceivers, Sender
 from encoder_service.rpc.gate import CallPermits
 from encoder_service.rpc.item_reader import ItemReader
 from encoder_service.rpc.observed import Call
@@ -71,8 +71,8 @@ STOP_POLL_S = 0.05
 
 @dataclass(frozen=True)
 class Incoming:
-    """A request whose body has been read. peer: the caller's address. permit: counts its bytes until its
-    end."""
+    """A request whose body has been read. peer: the caller's address. permit: counts the request's
+    bytes until the request ends."""
 
     call: Call
     peer: str
@@ -103,7 +103,7 @@ class SglangServer:
         ConfigurationError if pyzmq is not installed."""
         self._metrics, self._not_ready_because = metrics, not_ready_because
         self._sender = Sender("sglang", SEND_TIMEOUT_S)
-        self._allowed = Receivers("sglang_receivers", settings.sglang_receivers)
+        self._allowed = AllowedReceivers("sglang_receivers", settings.sglang_receivers)
         self._registration = Registration(settings.sglang_register, settings.sglang_url)
         self._backend: Backend | None = None
         self.permits = CallPermits(settings.max_calls)
@@ -219,7 +219,7 @@ class SglangServer:
             await self._send(incoming.call, part, endpoints)
 
     async def _encode_part(self, incoming: Incoming, request: EncodeRequest) -> EncodedPart:
-        """Encodes all items at once. Raises what the first item raises that fails."""
+        """Encodes all items at once. Raises the error of the first item that fails."""
         if self._backend is None:
             raise errors.NotReady(f"the service is not ready: {self._not_ready_because()}")
         backend, part, num_items = self._backend, request.part, len(request.mm_items)

@@ -1,12 +1,13 @@
 """The table of rooms: which prefill ranks get which item's rows.
 
 Owns TokenSpeed 0.1.1's handshake (``runtime/epd``): a prefill rank names its memory in a message by ZMQ,
-before or after the gateway has the item encoded. Once the rows and all ranks are there, the rows are written
-and every rank gets a status. Every room ends: after ROOM_S where its ranks or its item do not come, after
-SEND_S once it sends, or when its item fails. Its ranks then get a status, and its memory is freed.
+before or after the gateway sends the item. Once the rows and all ranks are there, the rows are written
+and every rank gets a status. Every room ends: ROOM_S after it began to wait for ranks or an item, SEND_S
+(``sending``) after it began to send, or when its item fails. Its ranks then get a status, and its memory is
+freed.
 
 A rank that knows the room's number, 63 random bits, may have the rows. They are sent only to the host that
-requests them, or to one of an allow-list (``zmq_push.Receivers``).
+requests them, or to one of an allow-list (``zmq_push.AllowedReceivers``).
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from encoder_service.pipeline import EncodeResult
 from encoder_service.protocols.tokenspeed import wire
 from encoder_service.protocols.tokenspeed.room import ROOM_S, CallItem, Rank, Room, State
 from encoder_service.protocols.tokenspeed.sending import RankSender
-from encoder_service.protocols.zmq_push import Receivers
+from encoder_service.protocols.zmq_push import AllowedReceivers
 from encoder_service.rpc.status import failure_of
 from encoder_service.scheduler.admission import UndeliveredBytes
 
@@ -55,7 +56,7 @@ class Rooms:
 
     def __init__(
         self,
-        receivers: Receivers,
+        receivers: AllowedReceivers,
         sender: RankSender,
         undelivered: UndeliveredBytes,
         metrics: Metrics,

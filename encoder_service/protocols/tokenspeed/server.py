@@ -4,9 +4,10 @@ Owns the calls of SMG 1.13 (``vision_encoder.tokenspeed``), and TokenSpeed 0.1.1
 workers find the service. ``wire`` reads the messages, ``rooms`` decides who gets which rows, ``mooncake``
 sends them.
 
-The gateway has decoded and preprocessed the pixels. Its digest of the content is the item's, in one
-namespace, NAMESPACE. The protocol has no tokens: any caller that reaches the address may encode. Calls and
-bytes have bounds of the same size as the service's own, counted apart.
+The gateway has decoded and preprocessed the pixels. The gateway's content digest is used as
+the item's. All items are in one namespace, NAMESPACE. The protocol has no tokens: any caller that reaches the
+address may encode. Messages count with those of the service; calls have a limit of the same size, counted
+apart.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from encoder_service.protocols.tokenspeed.mooncake import Mooncake
 from encoder_service.protocols.tokenspeed.room import CallItem
 from encoder_service.protocols.tokenspeed.rooms import Rooms
 from encoder_service.protocols.tokenspeed.sending import RankSender
-from encoder_service.protocols.zmq_push import Receivers, Sender
+from encoder_service.protocols.zmq_push import AllowedReceivers, Sender
 from encoder_service.rpc import convert, observed
 from encoder_service.rpc.gate import CallGate, CallPermits
 from encoder_service.rpc.item_reader import ItemReader
@@ -242,7 +243,7 @@ class TokenSpeedServer:
         settings = self._settings
         self._mooncake = await on_own_thread(Mooncake, settings, torch.device(settings.device))
         self._rooms = Rooms(
-            Receivers("tokenspeed_receivers", settings.tokenspeed_receivers),
+            AllowedReceivers("tokenspeed_receivers", settings.tokenspeed_receivers),
             RankSender(self._sender, self._mooncake, self._refused),
             UndeliveredBytes(settings.max_undelivered_bytes),
             self._metrics,

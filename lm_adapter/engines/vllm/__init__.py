@@ -10,7 +10,7 @@ passes the modules in this order:
                   ``rows``); ``orders``: the calls that fetch them; ``vllm_cache_view``: which rows vLLM has
 - ``worker``      ``ranks``: rows are read and checked; ``without_tower``: the model that takes them
 
-Each folder is one of vLLM's processes. The modules beside them are for several:
+Each folder runs in one kind of vLLM process. The modules beside them run in several:
 
 - ``models``       the classes that vLLM registers, and the configurations that are refused
 - ``connector``    the methods by which vLLM calls scheduler and workers

@@ -27,9 +27,9 @@ logger = logging.getLogger("vllm.vision_encoder")
 
 MIN_IDLE_S, MAX_IDLE_S, IDLE_SHARE = 0.004, 0.02, 0.5
 """vLLM steps all of its workers without pause while a request waits for rows and nothing else runs. The
-connector then pauses vLLM for this share of the time that it has been idle; not longer, because a request
-that comes meanwhile waits as well. Seen on two cores under Linux 6.18: two ranks that step every 4 ms can
-leave no time to other processes for seconds, not even to an encoder on the same host."""
+connector then pauses vLLM for IDLE_SHARE of its idle time, from MIN_IDLE_S to MAX_IDLE_S. A longer pause
+would delay a request that arrives meanwhile. Seen on two cores under Linux 6.18: two ranks that step every
+4 ms can leave no time to other processes for seconds, not even to an encoder on the same host."""
 
 
 class ConnectorMethods:

@@ -1,8 +1,8 @@
 """vLLM's models under this plugin: which classes it registers, and which configurations it refuses.
 
 Owns the registration in each of vLLM's processes. The classes of ``worker.without_tower``, with the
-processors of ``api_server``, take the place of vLLM's own under the same architecture names, as vLLM's
-registry has it for models out of its tree. Nothing is built before vLLM asks for a class by name.
+processors of ``api_server``, replace vLLM's own classes of the same architecture names, by vLLM's
+registration of out-of-tree models. Nothing is built before vLLM asks for a class by name.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Socket from the scheduler to its ranks: orders to read rows, and reports of reads.
 
 Owns the unix socket, its frames and the orders that are pending. vLLM carries nothing between scheduler and
-workers in steps without tokens: its first model runner does not call connectors there. While a request waits
-for rows, there may be no other steps. Rows never pass this socket.
+workers in steps without tokens: its first model runner (V1) does not call connectors there. While a request
+waits for rows, those may be the only steps. Rows never pass this socket.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ INTERNAL = 13
 
 @dataclass(frozen=True)
 class RowsOrder:
-    """Rows to read. number: their name on the ranks; rows that are read again get another number."""
+    """Rows to read. number: identifies the rows on the ranks; rows that are read again get another number."""
 
     number: int
     key: bytes

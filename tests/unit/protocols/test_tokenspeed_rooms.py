@@ -31,7 +31,7 @@ from encoder_service.protocols.tokenspeed.room import ROOM_S, CallItem, Rank, Ro
 from encoder_service.protocols.tokenspeed.rooms import Rooms
 from encoder_service.protocols.tokenspeed.sending import Ended, RankSender
 from encoder_service.protocols.tokenspeed.wire import FAILED, SUCCESS, RowsRequest
-from encoder_service.protocols.zmq_push import Receivers, Sender
+from encoder_service.protocols.zmq_push import AllowedReceivers, Sender
 from encoder_service.rpc.observed import Call
 from encoder_service.scheduler.admission import UndeliveredBytes
 from encoder_service.store.embedding_store import PinnedRows
@@ -130,7 +130,7 @@ class Rig:
         self.sender = FakeSender()
         self.metrics = Metrics()
         self.undelivered = UndeliveredBytes(max_undelivered_bytes)
-        receivers = Receivers("tokenspeed_receivers", ["192.0.2.0/24"])
+        receivers = AllowedReceivers("tokenspeed_receivers", ["192.0.2.0/24"])
         self.rooms = Rooms(
             receivers, self.sender, self.undelivered, self.metrics, Counter(), time.monotonic, limit_s
         )

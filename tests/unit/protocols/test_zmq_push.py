@@ -20,7 +20,7 @@ from encoder_service.errors import (
     PermissionDenied,
     TransportUnavailable,
 )
-from encoder_service.protocols.zmq_push import Receivers, Sender
+from encoder_service.protocols.zmq_push import AllowedReceivers, Sender
 
 MODULE = "encoder_service.protocols.zmq_push"
 
@@ -36,7 +36,7 @@ MODULE = "encoder_service.protocols.zmq_push"
     ],
 )
 def test_p46_rows_go_to_the_peer_and_to_allowed_networks(host: str, peer: str, endpoint: str) -> None:
-    receivers = Receivers("sglang_receivers", ["198.51.100.0/24"])
+    receivers = AllowedReceivers("sglang_receivers", ["198.51.100.0/24"])
     assert receivers.endpoint(host, 5000, peer) == endpoint
     assert receivers.endpoint_of(f"{host}:5000", peer) == endpoint
 
@@ -55,7 +55,7 @@ def test_p46_rows_go_to_the_peer_and_to_allowed_networks(host: str, peer: str, e
 )
 def test_p46_no_other_host_receives(host: str, peer: str) -> None:
     with pytest.raises(PermissionDenied, match=f"{host}.*{peer}"):
-        Receivers("sglang_receivers", ["198.51.100.0/24"]).endpoint(host, 5000, peer)
+        AllowedReceivers("sglang_receivers", ["198.51.100.0/24"]).endpoint(host, 5000, peer)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_p46_no_other_host_receives(host: str, peer: str) -> None:
 )
 def test_a_receiver_is_an_address_and_a_port(url: str, text: str) -> None:
     with pytest.raises(InvalidRequest, match=text) as refused:
-        Receivers("sglang_receivers", []).endpoint_of(url, "127.0.0.1")
+        AllowedReceivers("sglang_receivers", []).endpoint_of(url, "127.0.0.1")
     assert len(refused.value.message) < 200
 
 

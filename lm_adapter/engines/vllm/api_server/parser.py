@@ -1,7 +1,7 @@
 """vLLM's data parser for undecoded files, and for pixels that the client has decoded.
 
 Owns which forms of an image or a clip are accepted. Float arrays, and the frames of a clip, stay as they are
-(``Decoded``): ``processor`` has vLLM prepare them, and they go to the encoder in that form.
+(``Decoded``): ``processor`` lets vLLM prepare them, and they go to the encoder in that form.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class EncoderThreads:
         self._lock = threading.Lock()
 
     def get(self, settings: Settings) -> EncoderThread:
-        """First called with a first file, when no vLLM process is forked any more."""
+        """Not called before the first file arrives: by then vLLM has forked all its processes."""
         with self._lock:
             if settings not in self._threads:
                 self._threads[settings] = EncoderThread(settings, name="prefetch")
@@ -170,5 +170,5 @@ def _check_options(vllm_config: VllmConfig) -> None:
 
 
 def _clip_sizes(options: Mapping[str, Any]) -> dict[str, int]:
-    """As vLLM resolves ``--mm-processor-kwargs``: those of videos alone come before those of all media."""
+    """As vLLM resolves ``--mm-processor-kwargs``: options for videos override options for all media."""
     return given_sizes({**options, **(options.get("videos_kwargs") or {})})

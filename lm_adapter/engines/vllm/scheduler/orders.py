@@ -1,8 +1,9 @@
 """The calls that put rows on every rank: one for each identifier whose rows are held.
 
-Owns what a call does: the encoder has most files already, by the API server's ``Prefetch``; the others go to
-it by another one. Then the ranks read the rows by key (``worker.ranks``), and confirm (``rank_socket``). The
-calls run on ``shared.encoder_thread``, which repeats transient failures. Rows never come here.
+Owns what a call does. The API server's ``Prefetch`` has sent most files; this module sends the others by a
+``Prefetch`` of its own. Then the ranks read the rows by key (``worker.ranks``), and confirm
+(``rank_socket``). The calls run on ``shared.encoder_thread``, which repeats transient failures. Rows never
+come here.
 """
 
 from __future__ import annotations

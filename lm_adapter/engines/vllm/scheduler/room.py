@@ -1,6 +1,6 @@
 """The bytes that rows may take, and the queue of those that wait for them.
 
-Owns the bound and the order of service. What the bytes are for is the caller's. Not thread-safe.
+Owns the bound and the order of service. It does not know what the bytes are for. Not thread-safe.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Which requests wait for which rows: the connector's half in vLLM's scheduler.
 
 Owns the requests and the answers to vLLM. vLLM's scheduler asks about each request on every pass; the first
-question starts everything, later ones cost a look-up for each item. ``room`` bounds the bytes of rows and has
-the queue for them, ``rows`` has who shares which rows, ``orders`` the calls that fetch them.
+question starts the work, each later one costs only a look-up for each item. ``room`` bounds the bytes of rows
+and has the queue for them, ``rows`` has who shares which rows, ``orders`` the calls that fetch them.
 
 Rows are held from their order until vLLM has computed past them or their requests are over; then they live on
 in vLLM's own encoder cache. A request whose rows are all there orders none. A preempted request may read its

@@ -17,7 +17,7 @@ CLASS_NAME = "WatchedCacheManager"
 
 def watch(vllm_config: VllmConfig, tracker: RequestTracker) -> None:
     """The tracker sees the content of the next manager that vLLM makes. If the user has named a manager
-    class, it stays, and the tracker orders all rows."""
+    class, that class is used: the tracker cannot see the cache then, and orders all rows."""
     config, path = vllm_config.ec_manager_config, f"{__name__}.{CLASS_NAME}"
     if config.encoder_cache_manager_cls in (None, path):
         config.encoder_cache_manager_cls = path
