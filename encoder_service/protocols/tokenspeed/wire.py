@@ -178,8 +178,8 @@ class RowsRequest:
     its memory for them.
 
     host, port: where the rank receives its status. session: its Mooncake engine, host:port. Both are as sent;
-    ``zmq_push.AllowedReceivers`` decides whether rows may go there. main, deepstack: addresses. width: of a row
-    without deepstack. num_ranks: how many ranks request rows of the room.
+    ``zmq_push.AllowedReceivers`` decides whether rows may go there. main, deepstack: addresses. width: of a
+    row without deepstack. num_ranks: how many ranks request rows of the room.
     """
 
     room: int
