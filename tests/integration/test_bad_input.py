@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import grpc
 import numpy as np
@@ -136,7 +137,7 @@ def test_whole_calls_that_cannot_be_read(service: RunningService) -> None:
             with pytest.raises(grpc.RpcError) as caught:
                 list(stub.Encode(request, timeout=30))
             assert caught.value.code() is status
-            trailing = dict(caught.value.trailing_metadata())
+            trailing: dict[str, Any] = {one.key: one.value for one in caught.value.trailing_metadata()}
             failure = pb.ItemFailure.FromString(trailing["vision-encoder-failure-bin"])
             assert caught.value.details() == f"{failure.reason}: {failure.message}"
         with pytest.raises(grpc.RpcError) as caught:

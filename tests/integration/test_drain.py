@@ -13,11 +13,12 @@ import grpc
 import httpx
 import pytest
 import torch
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2
 
 from encoder_service.rpc import convert
 from lm_adapter import CallFailed, EncodedRows, ImageItem, ItemFailed, VisionEncoderClient
 from tests.integration.conftest import RunningService, running
+from tests.integration.health import health_stub
 from tests.integration.images import photo
 from vision_encoder.v1 import encoder_pb2 as pb
 from vision_encoder.v1 import encoder_pb2_grpc
@@ -75,7 +76,7 @@ class Load:
 
 def health(target: str) -> int:
     with grpc.insecure_channel(target, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
-        stub = health_pb2_grpc.HealthStub(channel)
+        stub = health_stub(channel)
         return int(stub.Check(health_pb2.HealthCheckRequest(), timeout=10).status)
 
 

@@ -13,11 +13,12 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
 import torch
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from bench.harness.waiting import wait_until
@@ -31,6 +32,7 @@ from encoder_service.scheduler.admission import Admission
 from lm_adapter import AsyncVisionEncoderClient, EncoderError, EncoderOverloaded, VisionEncoderClient
 from tests.integration import http2
 from tests.integration.conftest import RunningService, running, tokens_file
+from tests.integration.health import health_stub
 from tests.integration.held import held, wait_until_free
 from tests.integration.probe import Probe
 from tests.integration.test_process import ServiceProcess
@@ -53,10 +55,11 @@ def peak_bytes(process: subprocess.Popen[str]) -> int:
     return int(found[1]) << 10
 
 
-def refusal(target: str, method: str, data: bytes, **options: object) -> str:
+def refusal(target: str, method: str, data: bytes, **options: Any) -> str:
     """The code with which the call of one message ends, and its text."""
     with grpc.insecure_channel(target, options=UNLIMITED) as channel:
-        call = channel.stream_stream(method)(iter([data]), timeout=30, **options)
+        function: grpc.StreamStreamMultiCallable[Any, Any] = channel.stream_stream(method)
+        call = function(iter([data]), timeout=30, **options)
         with contextlib.suppress(grpc.RpcError):
             list(call)
         return f"{call.code().name} {call.details()}"
@@ -79,7 +82,8 @@ def small(checkpoints: dict[str, Path]) -> Iterator[ServiceProcess]:
 def test_p67_hostile_messages_cost_no_more_memory_than_is_admitted(small: ServiceProcess) -> None:
     """All sorts at once: compressed ones, many numbers and fields, large ones, also to health and reflection,
     and messages that stop before their end."""
-    encode, gzip = http2.ENCODE, {"compression": grpc.Compression.Gzip}
+    encode = http2.ENCODE
+    gzip: dict[str, object] = {"compression": grpc.Compression.Gzip}
     too_many, too_large = "or more fields|QUEUE_FULL", "at most 4096 are taken here|QUEUE_FULL"
     large = pb.EncodeRequest(items=[pb.Item(encoded=bytes(15 * MIB))], model="none").SerializeToString()
     attacks: list[tuple[str, bytes, dict[str, object], str]] = [
@@ -201,7 +205,7 @@ def test_p67_watchers_have_a_limit_and_checks_still_answer(
 ) -> None:
     monkeypatch.setattr(gate, "MAX_STREAMS", 8)
     with running(checkpoints["qwen3_vl"], device) as found, grpc.insecure_channel(found.target) as channel:
-        stub, request = health_pb2_grpc.HealthStub(channel), health_pb2.HealthCheckRequest()
+        stub, request = health_stub(channel), health_pb2.HealthCheckRequest()
         watches = [stub.Watch(request) for _ in range(6)]
         assert [next(watch).status for watch in watches] == [1] * 6
         with pytest.raises(grpc.RpcError, match="6 of them of this caller; at most 8") as caught:
@@ -230,7 +234,7 @@ def test_p67_a_watcher_that_does_not_read_delays_nobody(
     ):
         silent.send(http2.headers(1, path="/grpc.health.v1.Health/Watch") + check)
         wait_until(lambda: found.service.gate.streams.num_calls == 1)
-        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=60)
+        watch = health_stub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=60)
         assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
         found.loop.call_soon_threadsafe(found.service.request_stop)
         assert next(watch).status == health_pb2.HealthCheckResponse.NOT_SERVING
@@ -243,7 +247,7 @@ def test_p67_reflection_takes_small_messages_and_a_limited_number_of_streams(
     monkeypatch.setattr(gate, "MAX_STREAMS", 8)
     monkeypatch.setattr(gate, "RECEIVE_S", 20)
     with running(checkpoints["qwen3_vl"], device) as found, grpc.insecure_channel(found.target) as channel:
-        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
         wanted = reflection_pb2.ServerReflectionRequest(list_services="")
         answers = list(stub.ServerReflectionInfo(iter([wanted, wanted]), timeout=20))
         names = {service.name for service in answers[1].list_services_response.service}
@@ -297,7 +301,7 @@ def test_p73_a_stopping_server_leaves_its_successors_socket(tmp_path: Path) -> N
 
     async def check(channel: grpc.aio.Channel) -> int:
         request = health_pb2.HealthCheckRequest()
-        status: int = (await health_pb2_grpc.HealthStub(channel).Check(request, timeout=10)).status
+        status: int = (await health_stub(channel).Check(request, timeout=10)).status
         return status
 
     async def main() -> None:
@@ -310,7 +314,7 @@ def test_p73_a_stopping_server_leaves_its_successors_socket(tmp_path: Path) -> N
             grpc.aio.insecure_channel(address, options=options) as new,
         ):
             assert await check(old) == 1
-            held_open = health_pb2_grpc.HealthStub(old).Watch(health_pb2.HealthCheckRequest())
+            held_open = health_stub(old).Watch(health_pb2.HealthCheckRequest())
             assert await anext(aiter(held_open)) is not None
             stopping = asyncio.ensure_future(first.stop(1.0))
             await asyncio.sleep(0.1)

@@ -11,13 +11,14 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
 import torch
 from google.rpc.error_details_pb2 import RetryInfo
 from google.rpc.status_pb2 import Status
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2
 
 from bench.harness.waiting import wait_until
 from encoder_service.pipeline import EncodeResult, Pipeline
@@ -26,6 +27,7 @@ from encoder_service.types import Item
 from lm_adapter import EncodedRows, EncoderOverloaded, ImageItem, VisionEncoderClient
 from lm_adapter.channel import channel_options
 from tests.integration.conftest import RunningService, connected, running
+from tests.integration.health import health_stub
 from tests.integration.held import held, wait_until_free
 from tests.integration.images import photo
 from vision_encoder.v1 import encoder_pb2 as pb
@@ -77,15 +79,13 @@ def test_p17_calls_over_the_bound_are_told_when_to_come_again(
                 assert caught.value.retry_after_ms > 0
             with pytest.raises(grpc.RpcError) as raw:
                 stub.Lookup(pb.LookupRequest(keys=[bytes(32)]), timeout=20)
-            packed = dict(raw.value.trailing_metadata())["grpc-status-details-bin"]
+            trailing: dict[str, Any] = {one.key: one.value for one in raw.value.trailing_metadata()}
+            packed = trailing["grpc-status-details-bin"]
             advice = RetryInfo()
             assert Status.FromString(packed).details[1].Unpack(advice)
             assert advice.retry_delay.ToMilliseconds() == caught.value.retry_after_ms
             # p36: health answers beside full house
-            assert (
-                health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10).status
-                == 1
-            )
+            assert health_stub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10).status == 1
             assert found.service.metrics.registry.get_sample_value("ve_open_calls") == 3
             calls[0].cancel()
             wait_for_calls(found, 2)
@@ -133,9 +133,10 @@ def test_a_message_that_does_not_come_is_not_waited_for(
     monkeypatch.setattr(gate, "RECEIVE_S", 0.3)
     with running(checkpoints["qwen3_vl"], device) as found:
         with grpc.insecure_channel(found.target) as channel:
-            call = channel.stream_stream("/vision_encoder.v1.VisionEncoder/Encode")(
-                iter(lambda: time.sleep(30), 0), timeout=20
+            encode: grpc.StreamStreamMultiCallable[Any, Any] = channel.stream_stream(
+                "/vision_encoder.v1.VisionEncoder/Encode"
             )
+            call = encode(iter(lambda: time.sleep(30), 0), timeout=20)
             with pytest.raises(grpc.RpcError, match=r"within 0\.3 s"):
                 next(call)
             assert call.code() is grpc.StatusCode.DEADLINE_EXCEEDED

@@ -25,7 +25,9 @@ def sharing(
     checkpoints: dict[str, Path], device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[RunningService]:
     monkeypatch.setattr(pixel_segments, "FOLDER", str(tmp_path))
-    monkeypatch.setitem(pixel_segments.PixelSegments.__init__.__kwdefaults__, "folder", str(tmp_path))
+    defaults = pixel_segments.PixelSegments.__init__.__kwdefaults__
+    assert defaults is not None
+    monkeypatch.setitem(defaults, "folder", str(tmp_path))
     with running(checkpoints["qwen3_vl"], device, shm_prefixes=(PREFIX,)) as found:
         yield found
 

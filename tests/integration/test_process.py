@@ -15,12 +15,13 @@ from pathlib import Path
 import grpc
 import pytest
 import torch
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2
 from typer.testing import CliRunner, Result
 
 from bench.harness.waiting import wait_until
 from encoder_service.cli import app
 from lm_adapter import ClipItem, ImageItem, VisionEncoderClient
+from tests.integration.health import health_stub
 from tests.integration.images import photo
 from tests.unit.ingest import clip_files
 
@@ -247,7 +248,7 @@ def test_p37_work_is_taken_while_gateways_notice_the_end(
 
 def is_serving(target: str) -> bool:
     with grpc.insecure_channel(target) as channel:
-        answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10)
+        answer = health_stub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10)
     return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
 

@@ -11,12 +11,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import grpc
 import httpx
 import pytest
 import torch
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
 from bench.harness.ports import free_port
@@ -34,6 +35,7 @@ from lm_adapter import (
 )
 from tests.certificates import Authority
 from tests.integration.conftest import RunningService, running, tokens_file
+from tests.integration.health import health_stub
 from tests.integration.images import photo
 from tests.unit.transport.broker_rig import RawClient, hello, socket_folder
 from vision_encoder.v1 import encoder_pb2 as pb
@@ -292,7 +294,7 @@ def test_closed_namespaces_leave_health_open(
         with grpc.insecure_channel(found.target) as channel:
             for name in ("", "vision_encoder.v1.VisionEncoder"):
                 check = health_pb2.HealthCheckRequest(service=name)
-                assert health_pb2_grpc.HealthStub(channel).Check(check, timeout=10).status == 1
+                assert health_stub(channel).Check(check, timeout=10).status == 1
             with pytest.raises(grpc.RpcError) as refused:
                 ProtoReflectionDescriptorDatabase(channel).get_services()
             assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
@@ -305,9 +307,9 @@ def test_closed_namespaces_leave_health_open(
             assert caught.value.reason == kind
         with VisionEncoderClient(found.target, namespace="b", token=token, timeout_s=20) as client:
             assert client.info().models
-            with pytest.raises(EncoderError) as refused:
+            with pytest.raises(EncoderError) as denied:
                 client.encode([ImageItem(photo(40, 40))])
-            assert refused.value.reason == "PERMISSION_DENIED"
+            assert denied.value.reason == "PERMISSION_DENIED"
         figures = found.service.metrics.registry.get_sample_value
         assert figures("ve_refused_calls_total", {"reason": "UNAUTHENTICATED"}) == 3
         assert figures("ve_refused_calls_total", {"reason": "PERMISSION_DENIED"}) == 1
@@ -324,7 +326,10 @@ def test_a_caller_without_a_token_is_turned_away_before_its_message(
         grpc.insecure_channel(found.target) as channel,
     ):
         waiting = iter(threading.Event().wait, True)
-        call = channel.stream_stream("/vision_encoder.v1.VisionEncoder/Encode")(waiting, timeout=20)
+        encode: grpc.StreamStreamMultiCallable[Any, Any] = channel.stream_stream(
+            "/vision_encoder.v1.VisionEncoder/Encode"
+        )
+        call = encode(waiting, timeout=20)
         with pytest.raises(grpc.RpcError):
             next(call)
         assert call.code() is grpc.StatusCode.UNAUTHENTICATED

@@ -13,7 +13,7 @@ import httpx
 import numpy as np
 import pytest
 import torch
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2
 
 from bench.harness.waiting import wait_until
 from encoder_service.engine.device import DeviceEngine
@@ -30,8 +30,14 @@ from lm_adapter import (
     VisionEncoderClient,
 )
 from tests.integration.conftest import FAMILIES, RunningService, connected, running
+from tests.integration.health import health_stub
 from tests.integration.images import photo
 from vision_encoder.v1 import encoder_pb2 as pb
+
+
+def payload_of(rows: EncodedRows) -> bytes:
+    assert isinstance(rows.payload, np.ndarray)
+    return rows.payload.tobytes()
 
 
 def figures(service: RunningService) -> dict[str, float]:
@@ -55,7 +61,7 @@ def test_every_family_miss_hit_lookup_fetch_prefetch(
                 assert {first.tier, again.tier} == {CacheTier.MISS, CacheTier.IN_FLIGHT}
                 third = client.encode_one(ImageItem(data))
                 assert third.tier is CacheTier.HOST
-                assert first.payload.tobytes() == again.payload.tobytes() == third.payload.tobytes()
+                assert payload_of(first) == payload_of(again) == payload_of(third)
                 assert np.isfinite(first.numpy()).all()
                 info = client.info()
                 assert info.models[0].family == family
@@ -203,7 +209,7 @@ def test_p27_p36_not_ready_before_the_warm_up_is_done_and_never_behind_a_busy_de
             for path in ("healthz", "readyz", "metrics", "v1/info"):
                 assert httpx.get(f"{base}/{path}").status_code == 200
             with grpc.insecure_channel(found.target) as channel:
-                health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=5)
+                health_stub(channel).Check(health_pb2.HealthCheckRequest(), timeout=5)
             assert time.monotonic() - started < 5
             assert not pending.done()
             gate.set()

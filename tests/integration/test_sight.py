@@ -13,6 +13,7 @@ import structlog
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import SpanContext
 
 from encoder_service.ops import traces
 from encoder_service.ops.logs import configure_logs, stop_logs
@@ -41,7 +42,9 @@ def test_a_callers_request_id_comes_back(stub: encoder_pb2_grpc.VisionEncoderStu
     trailers = dict(call.trailing_metadata())
     assert trailers["x-request-id"] == "abc-1"
     _, unary = stub.GetServerInfo.with_call(pb.GetServerInfoRequest(), timeout=30)
-    assert re.fullmatch(r"[0-9a-f]{32}", dict(unary.trailing_metadata())["x-request-id"])
+    made_up = dict(unary.trailing_metadata())["x-request-id"]
+    assert isinstance(made_up, str)
+    assert re.fullmatch(r"[0-9a-f]{32}", made_up)
 
 
 def test_each_failed_item_has_one_line_with_its_reason_and_its_own_calls_id(
@@ -97,8 +100,14 @@ def exporter() -> Iterator[InMemorySpanExporter]:
     stop()
 
 
+def context_of(span: ReadableSpan) -> SpanContext:
+    context = span.get_span_context()
+    assert context is not None
+    return context
+
+
 def span_id(span: ReadableSpan) -> int:
-    return span.get_span_context().span_id
+    return context_of(span).span_id
 
 
 def parent_of(span: ReadableSpan) -> int | None:
@@ -120,7 +129,7 @@ def test_the_adapters_trace_goes_through_calls_items_and_stages(
             assert isinstance(fetched, EncodedRows)
     service.on_loop(lambda: None)  # the call's span ends after its last message
     spans = exporter.get_finished_spans()
-    assert {span.get_span_context().trace_id for span in spans} == {prefill.get_span_context().trace_id}
+    assert {context_of(span).trace_id for span in spans} == {prefill.get_span_context().trace_id}
     calls = {span.name.rpartition("/")[2]: span for span in spans if "/" in span.name}
     assert calls.keys() == {"Encode", "Fetch"}
     assert {parent_of(call) for call in calls.values()} == {span_id(prefill)}  # type: ignore[arg-type]

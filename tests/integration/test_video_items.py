@@ -56,8 +56,8 @@ def test_facts_of_a_clip_come_with_a_place_and_with_a_hit(
         shared.wait_transport(30)
         item = ClipItem(data, digest)
         found = [client.encode_one(item) for client in (inline, shared, shared, inline)]
-        found += [client.fetch([found[0].key])[0] for client in (shared, inline)]
-    for rows in found:
+        fetched = [client.fetch([found[0].key])[0] for client in (shared, inline)]
+    for rows in (*found, *fetched):
         assert isinstance(rows, EncodedRows)
         assert rows.timestamps_s == found[0].timestamps_s
         assert rows.chunk_grids == found[0].chunk_grids
@@ -89,7 +89,7 @@ def test_prefetch_says_a_clips_grid_and_times_before_the_encode_and_after_it(
 
 def test_p33_a_bad_clip_fails_alone(service: RunningService) -> None:
     whole = clip()
-    items = [
+    items: list[ClipItem | ImageItem | FramesItem] = [
         ClipItem(whole),
         ClipItem(whole[:-500]),
         ClipItem(clip_files.audio_only()),

@@ -141,7 +141,7 @@ class Rank:
         self.send(self.parts(room, **changed))
 
     def status(self) -> tuple[int, bytes]:
-        assert self._statuses.poll(PATIENCE_S * 1e3), "no status came"
+        assert self._statuses.poll(int(PATIENCE_S * 1000)), "no status came"
         room, status, rank = self._statuses.recv_multipart()
         assert rank == b"0"
         return int(room), status

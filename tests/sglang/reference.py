@@ -27,10 +27,11 @@ def prompt(*parts: str) -> str:
 
 def decoded(clip: bytes) -> tuple[torch.Tensor, VideoMetadata]:
     """All frames of a file, uint8 [T, 3, H, W], from which the processor samples."""
-    with av.open(io.BytesIO(clip)) as file:
+    with av.open(io.BytesIO(clip), "r") as file:
         frames = np.stack([frame.to_ndarray(format="rgb24") for frame in file.decode(video=0)])
-        fps = float(file.streams.video[0].average_rate)
-    return torch.from_numpy(frames).permute(0, 3, 1, 2), VideoMetadata(len(frames), fps=fps)
+        rate = file.streams.video[0].average_rate
+    assert rate is not None
+    return torch.from_numpy(frames).permute(0, 3, 1, 2), VideoMetadata(len(frames), fps=float(rate))
 
 
 class Reference:

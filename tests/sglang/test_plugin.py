@@ -366,11 +366,11 @@ def test_p22_p32_rows_of_a_broken_encoder_fail_their_request_alone(plugin: Sglan
         for fault, (status, *words) in FAULTS.items():
             answer = answer_to(fault, fake, lambda image: plugin.generate(ONE, [image]))
             rejected(answer, status, *words)
-        for changes, grid, words in OTHER_MODELS:
+        for changes, grid, texts in OTHER_MODELS:
             fake.stop()
             fake.script = script_for(digest, grid, **changes)
             fake.start()
-            rejected(plugin.generate(ONE, [image]), 502, "INVALID_ROWS", *words)
+            rejected(plugin.generate(ONE, [image]), 502, "INVALID_ROWS", *texts)
 
         fake.script.faults[digest] = Fault.HANG
         with ThreadPoolExecutor(1) as pool:

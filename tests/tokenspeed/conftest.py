@@ -65,5 +65,6 @@ def gateways(
             gateway.wait_ready()
         yield found
     finally:
-        for process in (*found.values(), *encoders):
+        processes: list[Gateway | Encoder] = [*found.values(), *encoders]
+        for process in processes:
             process.kill()

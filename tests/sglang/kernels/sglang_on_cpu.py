@@ -18,6 +18,7 @@ import importlib.machinery
 import multiprocessing
 import os
 import sys
+from typing import Any
 
 
 def use_operator(gated_norm):
@@ -41,13 +42,16 @@ AFTER_IMPORT = {
 }
 
 
+FRAGMENTS = []  # operators go with the object that declares them
+
+
 def declare_operators():
     import torch
 
     library = torch.library.Library("torchvision", "FRAGMENT")
     for name in ("nms", "qnms"):
         library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    torch.library._torchvision_fragments = library
+    FRAGMENTS.append(library)
 
 
 class Finder(importlib.abc.MetaPathFinder):
@@ -65,8 +69,10 @@ class Finder(importlib.abc.MetaPathFinder):
         if act is None:
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path)
-        run = spec.loader.exec_module
-        spec.loader.exec_module = lambda module: (run(module), act(module))
+        assert spec is not None
+        loader: Any = spec.loader
+        run = loader.exec_module
+        loader.exec_module = lambda module: (run(module), act(module))
         return spec
 
 

@@ -84,6 +84,7 @@ def encode(
             if b_frames is not None:
                 options |= {"bf": str(b_frames)}
             stream = out.add_stream(codec, rate=fps, options=options)
+            assert isinstance(stream, av.VideoStream)
             stream.height, stream.width = frames.shape[1:3]
             stream.pix_fmt = "rgb8" if codec == "gif" else "yuv420p"
             time_base = Fraction(1, fps) if pts is None else Fraction(1, 1000)
@@ -123,8 +124,19 @@ def _add_tone(out: av.container.OutputContainer, seconds: float) -> None:
 
 def decoded(data: bytes) -> np.ndarray:
     """uint8 [T, H, W, 3]: every frame as it is coded, read from the first to the last."""
-    with av.open(io.BytesIO(data)) as file:
+    with av.open(io.BytesIO(data), "r") as file:
         return np.stack([frame.to_ndarray(format="rgb24") for frame in file.decode(video=0)])
+
+
+def packets(data: bytes) -> list[tuple[int, bool]]:
+    """Of each packet of the video: where it lies in the file, and whether it is a key frame's."""
+    found = []
+    with av.open(io.BytesIO(data), "r") as file:
+        for packet in file.demux(video=0):
+            if packet.size:
+                assert packet.pos is not None
+                found.append((packet.pos, packet.is_keyframe))
+    return found
 
 
 def frames_of(
@@ -152,7 +164,7 @@ def patched_matrix(data: bytes, matrix: tuple[int, int, int, int]) -> bytes:
 def cut(data: bytes, num_packets: int, container: str) -> bytes:
     """The video of a file without its first packets, copied into another container."""
     file = io.BytesIO()
-    with av.open(io.BytesIO(data)) as source, av.open(file, "w", format=container) as out:
+    with av.open(io.BytesIO(data), "r") as source, av.open(file, "w", format=container) as out:
         stream = source.streams.video[0]
         copied = out.add_stream_from_template(stream)
         for index, packet in enumerate(source.demux(stream)):
@@ -167,6 +179,7 @@ def transparent(rgba_THWC: np.ndarray, codec: str = "libvpx-vp9", fps: int = 10)
     file = io.BytesIO()
     with av.open(file, "w", format="webm") as out:
         stream = out.add_stream(codec, rate=fps, options={"auto-alt-ref": "0", "crf": "4", "b": "0"})
+        assert isinstance(stream, av.VideoStream)
         stream.height, stream.width, stream.pix_fmt = *rgba_THWC.shape[1:3], "yuva420p"
         for index, image in enumerate(rgba_THWC):
             frame = av.VideoFrame.from_ndarray(image, format="rgba")

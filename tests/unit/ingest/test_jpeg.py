@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import simplejpeg
 from PIL import Image
 
 from encoder_service.errors import VisionEncoderError
@@ -99,6 +100,6 @@ def test_decodes_sequential_files(subsampling: int) -> None:
     ids=["progressive", "grey", "cmyk"],
 )
 def test_leaves_other_kinds_to_pillow(data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jpeg.simplejpeg, "decode_jpeg", lambda *_, **__: pytest.fail("was decoded"))
+    monkeypatch.setattr(simplejpeg, "decode_jpeg", lambda *_, **__: pytest.fail("was decoded"))
     expected = np.array(Image.open(io.BytesIO(data)).convert("RGB"))
     np.testing.assert_array_equal(open_image(data, LIMITS).decode().numpy(), expected)

@@ -166,13 +166,13 @@ def test_p50_an_open_clip_holds_what_it_states(kind: str, peaks: tuple[Path, dic
 def test_p50_strips_give_the_pixels_of_the_whole(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A palette with alphas and a transparent colour too, which are kept beside the pixels."""
     options: list[dict[str, object]] = [{}]
-    options += {
+    more: dict[str, list[dict[str, object]]] = {
         "1": [{"transparency": 0}],
         "L": [{"transparency": 77}],
         "P": [{"transparency": 3}, {"transparency": bytes(range(0, 250, 5))}],
         "RGB": [{"transparency": (3, 5, 7)}],
-    }.get(mode, [])
-    for each in options:
+    }
+    for each in options + more.get(mode, []):
         picture = image_files.image(mode)
         if "transparency" in each and isinstance(each["transparency"], bytes):
             picture.info["transparency"] = each["transparency"]

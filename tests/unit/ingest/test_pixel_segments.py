@@ -7,12 +7,12 @@ import random
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from encoder_service.errors import ConfigurationError, PixelTensorMismatch, TransportUnavailable
-from encoder_service.ingest import pixel_segments
 from encoder_service.ingest.pixel_segments import PixelSegments, SegmentTensor
 
 PREFIX = "gateway-"
@@ -120,7 +120,7 @@ def test_p19_names_are_of_one_form(segments: PixelSegments, name: str) -> None:
     ],
 )
 def test_p33_what_does_not_fit_is_refused_with_both_numbers(
-    segments: PixelSegments, tmp_path: Path, changes: dict[str, object], text: str
+    segments: PixelSegments, tmp_path: Path, changes: dict[str, Any], text: str
 ) -> None:
     (tmp_path / NAME).write_bytes(bytes(NUM_BYTES))
     with pytest.raises(PixelTensorMismatch, match=text):
@@ -139,7 +139,7 @@ def test_p19_a_segment_that_is_cut_while_it_is_read_fails_its_item(
         os.truncate(path, 16)
         return num_read
 
-    monkeypatch.setattr(pixel_segments.os, "preadv", short)
+    monkeypatch.setattr(os, "preadv", short)
     with pytest.raises(PixelTensorMismatch, match=f"was cut to 16 bytes .*, {NUM_BYTES} are needed"):
         segments.read(wanted())
 

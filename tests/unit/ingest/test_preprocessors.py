@@ -30,6 +30,7 @@ from encoder_service.ingest.settings import MoonViTSettings, Normalisation, Qwen
 from encoder_service.types import (
     DigestOnly,
     EncodedFile,
+    FrameItem,
     Grid,
     Item,
     Modality,
@@ -113,6 +114,7 @@ def test_p09_kimi_grids_never_grow_and_stay_in_their_limits(
 def test_p09_kimi_pads_and_does_not_stretch() -> None:
     array = image_files.pixels(30, 45)
     item, _, _ = KIMI.open_image(image_files.ppm(array), PLAIN).load()
+    assert isinstance(item, FrameItem)
     frame = item.frames_THWC[0].numpy()
     assert frame.shape == (56, 56, 3)
     np.testing.assert_array_equal(frame[:30, :45], array)
@@ -144,6 +146,8 @@ def test_p42_transparency_is_settled_before_the_resize_and_part_of_the_fingerpri
     )
     with_alpha, *_ = preprocessor.open_image(image_files.encode(Image.fromarray(rgba), "PNG"), options).load()
     without, *_ = preprocessor.open_image(image_files.ppm(opaque), options).load()
+    assert isinstance(with_alpha, FrameItem)
+    assert isinstance(without, FrameItem)
     assert with_alpha.frames_THWC.shape[2] < 900
     assert torch.equal(with_alpha.frames_THWC, without.frames_THWC)
 

@@ -238,7 +238,7 @@ async def fetching(
 
 
 @contextlib.asynccontextmanager
-async def served(answer: Answer, *more: str, **bounds: object) -> AsyncIterator[tuple[UrlFetcher, str]]:
+async def served(answer: Answer, *more: str, **bounds: Any) -> AsyncIterator[tuple[UrlFetcher, str]]:
     """A server of images.test: a fetcher, and the URL of its root."""
     async with serving(answer) as port, fetching(port, *more, **bounds) as fetcher:
         yield fetcher, f"http://images.test:{port}/"
@@ -377,7 +377,7 @@ async def test_a_body_shorter_than_said_and_one_that_is_longer() -> None:
 async def test_a_server_that_sends_byte_by_byte_is_left_in_time() -> None:
     """One that says nothing: test_a_clip_has_longer_than_an_image."""
 
-    async def loris(_: list[str], writer: asyncio.StreamWriter) -> None:
+    async def loris(lines: list[str], writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: image/png\r\nContent-Length: 1000\r\n\r\n")
         for _ in range(1000):
             writer.write(b"x")
@@ -476,7 +476,7 @@ async def test_a_large_clip_does_not_hold_the_loop_up() -> None:
     makes turns longer: one fetch of five has to show it."""
     size, piece = 128 << 20, bytes(1 << 20)
 
-    async def answer(_: list[str], writer: asyncio.StreamWriter) -> None:
+    async def answer(lines: list[str], writer: asyncio.StreamWriter) -> None:
         head = f"HTTP/1.1 200 OK\r\nContent-Type: video/mp4\r\nContent-Length: {size}\r\n\r\n"
         writer.write(head.encode())
         for _ in range(size // len(piece)):

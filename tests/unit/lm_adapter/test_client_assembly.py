@@ -333,9 +333,10 @@ def test_a_chunk_as_a_service_writes_it_is_read_without_a_copy(index: int, offse
     event = pb.ItemEvent(item_index=index, chunk=pb.RowsChunk(offset_bytes=offset, data=data))
     message = event.SerializeToString()
     found = read_chunk(message)
-    assert found == (index, offset, data)
+    assert found is not None
     assert isinstance(found.data, memoryview)
     assert found.data.obj is message
+    assert found == (index, offset, data)
 
 
 # Requests -------------------------------------------------------------------------------------------------

@@ -58,6 +58,7 @@ def test_views_show_the_same_values_in_every_dtype(dtype: str) -> None:
 def test_torch_and_float32_numpy_share_the_payloads_memory() -> None:
     pytest.importorskip("torch")
     rows = make_rows()
+    assert isinstance(rows.payload, np.ndarray)
     rows.payload[:4] = np.frombuffer(np.float32(42.0).tobytes(), np.uint8)
     assert rows.torch()[0, 0] == 42.0
     assert rows.numpy()[0, 0] == 42.0

@@ -29,7 +29,7 @@ def clip(*rows: int) -> PromptItem:
 
 
 def segments(prompt: ExpandedPrompt) -> list[list[tuple[int, int]]]:
-    return [[tuple(segment) for segment in span.segments] for span in prompt.spans]
+    return [[(start, length) for start, length in span.segments] for span in prompt.spans]
 
 
 def item_of(grid: tuple[int, ...], modality: Modality, *, merges_time: bool = False) -> PromptItem:

@@ -62,7 +62,7 @@ def test_p06_a_placeholder_outside_the_vocabulary_never_leaves() -> None:
 
 
 def test_p06_unknown_ids_are_refused() -> None:
-    kwargs = {"scheme": PadScheme.SGLANG, "image_placeholder_id": IMAGE, "vocab_size": VOCAB}
+    kwargs: dict[str, Any] = {"scheme": PadScheme.SGLANG, "image_placeholder_id": IMAGE, "vocab_size": VOCAB}
     with pytest.raises(InvalidRequest, match=r"1 of 2 ids are neither .* 1000; the first is 5000"):
         restore_placeholders([1, 5000], video_placeholder_id=VIDEO, **kwargs)
     kwargs["image_placeholder_id"] = 2000

@@ -173,7 +173,7 @@ def in_memory(mode: str, seed: int) -> Image.Image:
     image = Image.frombytes(mode, (7, 5), values)
     if mode in ("P", "PA"):
         channels = rng.choice(["RGB", "RGBA"])
-        image.putpalette(rng.bytes(len(channels) * rng.integers(1, 257)), channels)
+        image.putpalette(rng.bytes(len(channels) * int(rng.integers(1, 257))), channels)
     return image
 
 

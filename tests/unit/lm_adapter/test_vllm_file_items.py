@@ -61,7 +61,9 @@ def test_the_item_that_is_sent_has_the_files_digest_and_the_requests_options() -
     options = PreprocessOptions(min_pixels=5)
     request = FileItem(b"file", content_digest(b"file"), options=options, reply="socket")
     assert request.item() == ImageItem(b"file", request.digest, options)
-    assert replace(request, options=PreprocessOptions()).item().options.given() == {}
+    plain = replace(request, options=PreprocessOptions()).item()
+    assert isinstance(plain, ImageItem)
+    assert plain.options.given() == {}
     clip = replace(request, modality=Modality.VIDEO, options=PreprocessOptions(fps=3.5))
     assert clip.item() == ClipItem(b"file", request.digest, PreprocessOptions(fps=3.5))
     assert "file" not in repr(request)

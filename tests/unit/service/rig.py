@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 from bench.harness.waiting import PATIENCE_S
 from encoder_service.engine.device import DeviceEngine
@@ -37,7 +38,7 @@ class Rig:
         store: EmbeddingStore | None = None,
         preprocessor: Preprocessor | None = None,
         tower: FakeTower | None = None,
-        **options: int,
+        **options: Any,
     ) -> None:
         self.tower = tower or FakeTower()
         self.fake = FakePreprocessor()

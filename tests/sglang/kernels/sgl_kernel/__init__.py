@@ -12,6 +12,7 @@ import importlib.machinery
 import sys
 import types
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch.nn import functional
@@ -28,7 +29,7 @@ class Missing:
 
 
 class Submodule(types.ModuleType):
-    __path__ = ()
+    __path__: Any = ()
 
     def __getattr__(self, name):
         if name.startswith("__"):
@@ -121,8 +122,8 @@ def fused_sigmoid_gating_delta_rule_update_cpu(
     A_log, dt_bias, q, k, v, a, b, initial_state_source, initial_state_indices, cu_seqlens, **_
 ):
     num_heads = A_log.numel()
-    gates = fused_gdn_gating_cpu(A_log, a.reshape(-1, num_heads), b.reshape(-1, num_heads), dt_bias)
-    return delta_rule(q, k, v, *gates, initial_state_source, initial_state_indices, cu_seqlens)
+    log_decay, beta = fused_gdn_gating_cpu(A_log, a.reshape(-1, num_heads), b.reshape(-1, num_heads), dt_bias)
+    return delta_rule(q, k, v, log_decay, beta, initial_state_source, initial_state_indices, cu_seqlens)
 
 
 def convolve(x, before, weight, bias, activation):

@@ -78,6 +78,7 @@ def test_p53_other_codecs_with_alpha_are_refused_by_name(codec: str) -> None:
     file, formats = io.BytesIO(), {"png": "rgba", "qtrle": "argb", "prores_ks": "yuva444p10le"}
     with av.open(file, "w", format="mov") as out:
         stream = out.add_stream(codec, rate=10)
+        assert isinstance(stream, av.VideoStream)
         stream.height, stream.width, stream.pix_fmt = 48, 64, formats[codec]
         frame = av.VideoFrame.from_ndarray(sticker(8)[0], format="rgba").reformat(format=formats[codec])
         out.mux(stream.encode(frame))

@@ -121,6 +121,7 @@ def one_stream(parts: list[np.ndarray]) -> bytes:
         stream = out.add_stream("mjpeg", rate=30)
         stream.height, stream.width, stream.pix_fmt = 48, 64, "yuvj420p"
         out.start_encoding()
+        assert stream.time_base is not None
         for images in parts:
             encoder = av.CodecContext.create("mjpeg", "w")
             encoder.height, encoder.width = images.shape[1:3]

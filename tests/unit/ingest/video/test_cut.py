@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import random
 
-import av
 import numpy as np
 import pytest
 
@@ -73,8 +71,7 @@ def test_p52_codecs_without_reordering_start_at_their_first_key_frame(
 
 def test_p52_damage_behind_the_start_stays_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     data = clip_files.cut(encoded("H.264, open groups", monkeypatch), 5, "mp4")
-    with av.open(io.BytesIO(data)) as file:
-        packets = [(packet.pos, packet.is_keyframe) for packet in file.demux(video=0) if packet.size]
+    packets = clip_files.packets(data)
     keys = [index for index, (_, is_key) in enumerate(packets) if is_key]
     for index in (keys[0] + 20, keys[1], keys[2], len(packets) - 1):
         at = packets[index][0] + 1  # within the length of a unit

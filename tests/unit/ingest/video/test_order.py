@@ -64,8 +64,7 @@ def test_a_frame_that_damage_takes_away_fails_the_clip() -> None:
     """A key frame whose header says that it is none is skipped in silence, and frames behind it as well."""
     frames = clip_files.moving(40, 48, 64, np.random.default_rng(3))
     data = clip_files.encode(frames, fps=10, key_every=10, b_frames=0)
-    with av.open(io.BytesIO(data)) as file:
-        offsets = [packet.pos for packet in file.demux(video=0) if packet.size and packet.is_keyframe]
+    offsets = [offset for offset, is_key in clip_files.packets(data) if is_key]
     damaged = bytearray(data)
     assert damaged[offsets[1] + 4] & 31 == 5
     damaged[offsets[1] + 4] = 42  # "end of sequence"
@@ -109,7 +108,6 @@ def test_times_that_do_not_tell_the_order_are_refused() -> None:
     with pytest.raises(UndecodableClip, match="h264 frames do not tell their order"):
         open_source(data, LIMITS)
     data = clip_files.encode(clip_files.moving(20), "vp9.webm", fps=10)
-    with av.open(io.BytesIO(data)) as file:
-        offsets = [packet.pos + 1 for packet in file.demux(video=0) if packet.size]
+    offsets = [offset + 1 for offset, _ in clip_files.packets(data)]
     with pytest.raises(UndecodableClip, match="vp9 frames do not tell their order"):
         open_source(data[: offsets[13]] + bytes([0, 250]) + data[offsets[13] + 2 :], LIMITS)
