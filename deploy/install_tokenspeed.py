@@ -7,8 +7,8 @@ the torch build. Standard library and pip only.
 Workarounds:
 
 - TokenSpeed 0.1.1 requires packages for GPUs and an older gRPC. It is therefore installed without
-  requirements, with what its receiver of rows imports (BESIDE). tests/tokenspeed/receiver.py stands in for
-  its kernels.
+  requirements, with what its receiver of rows imports (BESIDE). bench/harness/tokenspeed_receiver.py stands
+  in for its kernels.
 - Mooncake's build without CUDA takes the place of those for GPUs. It needs the system's libibverbs1.
 - The gateway decodes clips with the `ffmpeg` on PATH. The environment gets one of a wheel.
 """

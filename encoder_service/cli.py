@@ -400,11 +400,13 @@ def info(
     from lm_adapter import EncoderError
 
     try:
-        with connection.client(timeout_s) as client:
+        # Routed calls, because the server may be a gateway.
+        with connection.client(timeout_s, fleet=True) as client:
             answer = client.info()
             is_named = bool(connection.namespace or connection.read_token())
             if is_named:
-                client.lookup([bytes(32)])  # no key is all zeros; a refusal is the answer
+                # No key is all zeros. A refusal is the answer.
+                client.lookup([bytes(32)], routing_digests=[bytes(32)])
     except EncoderError as error:
         fail(f"{connection.server}: {error}")
 

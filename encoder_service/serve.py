@@ -167,6 +167,12 @@ class Service:
             bootstrap = f"{host}:{settings.tokenspeed_bootstrap_port}"
             self.protocols["tokenspeed"] = ForeignServer(self._tokenspeed, bootstrap)
 
+    def num_calls(self) -> int:
+        """Calls of every protocol that are in progress, and encodes, which may outlive their calls."""
+        num_encodes = 0 if self.pipeline is None else len(self.pipeline.inflight)
+        of_protocols = sum(protocol.server.num_calls for protocol in self.protocols.values())
+        return self.gate.permits.num_calls + of_protocols + num_encodes
+
     def is_alive(self) -> bool:
         """False after a device fault."""
         return self._fault is None
@@ -366,7 +372,7 @@ async def serve(settings: Settings, announce: Callable[[Service], None]) -> int:
         starting.result()
         gc.freeze()  # garbage collections then skip torch and the model
         announce(service)
-        trimming = asyncio.ensure_future(return_freed_memory(lambda: service.gate.permits.num_calls))
+        trimming = asyncio.ensure_future(return_freed_memory(service.num_calls))
         await stopping
         trimming.cancel()
         in_time = await service.stop(delay_s=delay_s)

@@ -129,7 +129,7 @@ class Server:
                 if self.info is not None and self.info is not known:
                     return self.info
                 return await self.request_info(deadline)
-        except EncoderUnavailable:
+        except (EncoderUnavailable, EncoderOverloaded):
             if self.info is None:
                 raise
             return self.info
@@ -139,9 +139,9 @@ class Server:
     async def request_info(self, deadline: Deadline) -> ServerInfo:
         """Raises CallFailed."""
         request = pb.GetServerInfoRequest(protocol_version=PROTOCOL_VERSION)
-        response = await self.unary(
-            "GetServerInfo", request, pb.GetServerInfoResponse, deadline, waits=self.window.waits
-        )
+        # While the service is overloaded, calls use what is known.
+        waits = self.window.waits and self.info is None
+        response = await self.unary("GetServerInfo", request, pb.GetServerInfoResponse, deadline, waits=waits)
         info = convert.server_info(response)
         if info.min_protocol_version > PROTOCOL_VERSION or info.protocol_version < MIN_PROTOCOL_VERSION:
             raise ProtocolMismatch(

@@ -9,7 +9,6 @@ import asyncio
 import heapq
 import itertools
 import random
-import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import NamedTuple, Protocol, TypeGuard
@@ -72,6 +71,7 @@ class Window:
         self._tickets = itertools.count()
         self._waiting: list[tuple[Ticket, int, asyncio.Future[int]]] = []
         """A heap of tickets, numbers of items, and futures of the number that is granted."""
+        self._is_closed = False
         self._num_refusals = 0
         self._refusal: ItemFailed | EncoderOverloaded | None = None
         """The latest one."""
@@ -109,7 +109,7 @@ class Window:
 
     def close(self) -> None:
         """Grants all permits. The caller refuses to use them."""
-        self._limit = float(sys.maxsize)
+        self._is_closed = True
         self._resume()
 
     async def _grant(self, ticket: Ticket, num_items: int, deadline: TimeLimit) -> int:
@@ -142,7 +142,7 @@ class Window:
         """Grants permits while there are any."""
         while self._waiting and self._pause is None:
             _, num_items, future = self._waiting[0]
-            room = int(self._limit) - self.num_in_flight
+            room = num_items if self._is_closed else int(self._limit) - self.num_in_flight
             if room <= 0 and not future.done():
                 return
             heapq.heappop(self._waiting)
@@ -171,7 +171,7 @@ class Window:
     def note_refused(self, refusal: ItemFailed | EncoderOverloaded, num_items: int) -> None:
         """The service had no room for items."""
         self.num_in_flight -= num_items
-        if self.waits:
+        if self.waits and not self._is_closed:
             self._refusal = refusal
             self._num_refusals += num_items
             self._limit = max(1.0, min(self._limit, self.num_in_flight))

@@ -250,8 +250,18 @@ def _fetch(model: HubId, hub: Hub) -> Path:
                 if (snapshot / name).is_file():
                     shutil.copyfile(snapshot / name, partial / name)
             fetch_tensors(commit, config, snapshot, partial / WEIGHTS_FILE, hub)
+            for path in (*partial.iterdir(), partial):  # a folder that exists counts as whole
+                sync(path)
             partial.rename(folder)
     return folder
+
+
+def sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def find_config(model: HubId, cached: Path | None, hub: Hub) -> tuple[Path, Exception | None]:
@@ -259,7 +269,10 @@ def find_config(model: HubId, cached: Path | None, hub: Hub) -> tuple[Path, Exce
     one, and why. Raises REQUEST_ERRORS."""
     try:
         # Fails at once, where the download below would try for half a minute.
-        hub.api.get_hf_file_metadata(url=hub.url(model, CONFIG_FILE))
+        def ask() -> object:
+            return hub.api.get_hf_file_metadata(url=hub.url(model, CONFIG_FILE))
+
+        ask() if cached is not None else hub.retried(ask)
         return hub.file(model, CONFIG_FILE), None
     except (RevisionNotFoundError, RemoteEntryNotFoundError):
         raise

@@ -238,7 +238,8 @@ class OpenImage:
         """The upright first frame as uint8 [H, W, 3], contiguous, owning its memory. transparent: how alpha
         is handled; see the module. Raises UndecodableImage."""
         if self._sequential_jpeg is not None:
-            pixels_HWC = decode_jpeg(self._data, self._sequential_jpeg)
+            with _pillow_errors(self._data, "JPEG"):
+                pixels_HWC = decode_jpeg(self._data, self._sequential_jpeg)
             if pixels_HWC is not None:
                 return torch.from_numpy(upright(pixels_HWC, self._orientation))
         with _opened(self._data, self._limits) as image:

@@ -44,10 +44,14 @@ async def return_freed_memory(num_calls: Callable[[], int]) -> None:
     if not hasattr(libc, "mallinfo2") or not hasattr(libc, "malloc_trim"):
         return
     libc.mallinfo2.restype = _MallInfo
-    num_quiet = 0
+    num_quiet, has_worked = 0, True
     while True:
         await asyncio.sleep(CHECK_S)
-        num_quiet = num_quiet + 1 if num_calls() == 0 else 0
-        if num_quiet >= QUIET_CHECKS and libc.mallinfo2().fordblks > KEPT_BYTES:
-            num_quiet = 0
-            await asyncio.to_thread(libc.malloc_trim, 0)
+        if num_calls():
+            num_quiet, has_worked = 0, True
+            continue
+        num_quiet += 1
+        if has_worked and num_quiet >= QUIET_CHECKS:
+            has_worked = False
+            if libc.mallinfo2().fordblks > KEPT_BYTES:
+                await asyncio.to_thread(libc.malloc_trim, 0)

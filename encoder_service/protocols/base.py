@@ -28,6 +28,10 @@ class ProtocolServer(Protocol):
 
     app: Starlette
 
+    @property
+    def num_calls(self) -> int:
+        """Calls in progress."""
+
     async def open(self) -> None:
         """Binds the ports that the protocol needs besides the HTTP port. Called before the model is loaded.
         Raises ConfigurationError."""

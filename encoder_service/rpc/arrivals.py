@@ -220,7 +220,7 @@ class Arrivals:
         return min(max_bytes, max(0, connection.num_bytes))
 
     def _refuse(self, arrival: _Arrival) -> None:
-        if arrival.refused is not None:
+        if arrival.refused is not None or arrival.limit.expired():  # its call ends already
             return
         arrival.refused = self._no_room(arrival.holder)
         arrival.limit.reschedule(asyncio.get_running_loop().time())  # ends ``read`` now

@@ -1,8 +1,8 @@
 """Integration of language-model engines, one package per engine. Importing this package imports none of them.
 
 An engine makes five calls, in this order. ``hf.driver`` makes calls 2 to 5; README shows the first, and
-``docs/positions.md`` explains the others. ``hf.checkpoint.vision_interface`` reads the checkpoint's ids and
-sizes.
+``docs/positions.md`` explains the others. ``shared.checkpoint.vision_interface`` reads the checkpoint's ids
+and sizes.
 
 1. ``client.encode(items)``, or ``fetch(keys)`` if another process sent the items: returns rows and grids.
 2. ``placeholders.expand_placeholders(ids, [prompt_item(grid, placeholder_id=..., merge_size=...,

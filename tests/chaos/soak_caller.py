@@ -73,8 +73,8 @@ class Callers:
 
     def run(self) -> None:
         with (
-            VisionEncoderClient(self._target, timeout_s=60) as shared,
-            VisionEncoderClient(self._target, transports=("inline",), timeout_s=60) as inline,
+            VisionEncoderClient(self._target, timeout_s=60, waits=False) as shared,
+            VisionEncoderClient(self._target, transports=("inline",), timeout_s=60, waits=False) as inline,
             grpc.insecure_channel(self._target) as channel,
         ):
             ways: tuple[Callable[[random.Random], None], ...] = (

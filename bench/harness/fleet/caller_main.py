@@ -99,7 +99,9 @@ async def run(command: dict[str, Any], next_line: Any) -> None:
     numbers = list(range(command["num_images"]))
     shuffler = random.Random(command["seed"])
     calls, is_stopping = Calls(), asyncio.Event()
-    async with AsyncVisionEncoderClient(command["target"], fleet=True, timeout_s=TIMEOUT_S) as client:
+    async with AsyncVisionEncoderClient(
+        command["target"], fleet=True, timeout_s=TIMEOUT_S, waits=False
+    ) as client:
         await client.info()
         tasks = []
         for _ in range(command["concurrency"]):

@@ -6,8 +6,9 @@ bodies, ``receivers`` knows receivers that name themselves, ``push`` writes the 
 them, ``registration`` lists the service at SGLang. The composition root owns the HTTP server.
 
 The protocol has no tokens: any caller that reaches the address may encode, in one namespace, NAMESPACE.
-Requests and bytes have limits of the same size as gRPC's, counted apart. A content hash that a request states
-is verified against the bytes before anything is stored under it, as SGLang's encoder does.
+Bytes count with the service's; requests have a limit of the same size as gRPC's calls, counted apart. A
+content hash that a request states is verified against the bytes before anything is stored under it, as
+SGLang's encoder does.
 """
 
 from __future__ import annotations
@@ -123,6 +124,10 @@ class SglangServer:
                 Route("/health_generate", self._health),
             ]
         )
+
+    @property
+    def num_calls(self) -> int:
+        return self.permits.num_calls
 
     async def open(self) -> None:
         """Nothing: the protocol needs no port besides that of ``app``."""

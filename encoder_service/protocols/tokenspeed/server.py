@@ -238,6 +238,10 @@ class TokenSpeedServer:
 
     # -- life ------------------------------------------------------------------------------------------
 
+    @property
+    def num_calls(self) -> int:
+        return self._gate.permits.num_calls
+
     async def open(self) -> None:
         """Binds the gRPC and the control port. Raises ConfigurationError."""
         settings = self._settings

@@ -1,6 +1,5 @@
 """The reference language models of ``transformers`` with rows from the service.
 
-- ``checkpoint``  what config.json states: placeholder ids, geometry, family
 - ``model``       loads the language model of a checkpoint, without its tower
 - ``driver``      ``RemoteVisionLM``: chunked prefill and greedy decoding with spliced rows
 - ``transformers_import``  imports ``transformers`` beside any build of torchvision

@@ -6,6 +6,7 @@ once at the start, so that unusable files stop the start.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Self
@@ -109,6 +110,7 @@ class Settings:
             "timeout_s": self.timeout_s,
             "token_file": self.token_file,
             "waits": False,  # ``EncoderThread`` repeats overloaded calls, for ``retry_s``
+            "max_in_flight": sys.maxsize,  # the engine bounds its images
         }
         kind: type[AsyncVisionEncoderClient] = AsyncVisionEncoderClient
         if self.fleet:

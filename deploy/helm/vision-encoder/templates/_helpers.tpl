@@ -155,9 +155,10 @@ switch, or that the pod sets by itself, fails the rendering. */}}
 {{- $gib := "1073741824" }}
 {{- $settings := .Values.settings }}
 {{- $queued := get $settings "VE_MAX_QUEUED_BYTES" | default (mul 2 $gib) | int64 }}
+{{- $numTimes := add 3 (ternary 1 0 .Values.sglang.enabled) (ternary 1 0 .Values.tokenspeed.enabled) }}
 {{- $needed := add $gib
     (get $settings "VE_ARENA_BYTES" | default (mul 2 $gib) | int64)
-    (mul 3 $queued)
+    (mul $numTimes $queued)
     (get $settings "VE_MAX_DECODED_BYTES" | default $gib | int64)
     (get $settings "VE_MAX_UNDELIVERED_BYTES" | default $gib | int64) }}
 {{- $limit := dig "limits" "memory" "" .Values.resources | toString }}
@@ -165,7 +166,7 @@ switch, or that the pod sets by itself, fails the rendering. */}}
 {{- $unit := get (dict "" 1 "k" 1000 "M" 1000000 "G" 1000000000 "Ki" 1024 "Mi" 1048576 "Gi" 1073741824) (regexFind "[A-Za-z]*$" $limit) }}
 {{- $bytes := mulf (regexFind "^[0-9.]+" $limit | float64) $unit | int64 }}
 {{- if lt $bytes $needed }}
-{{- fail (printf "resources.limits.memory is %s, the settings VE_ARENA_BYTES, VE_MAX_QUEUED_BYTES (three times), VE_MAX_DECODED_BYTES and VE_MAX_UNDELIVERED_BYTES admit %dMi with the process itself: raise the limit or lower these" $limit (div $needed 1048576)) }}
+{{- fail (printf "resources.limits.memory is %s, the settings VE_ARENA_BYTES, VE_MAX_QUEUED_BYTES (%d times), VE_MAX_DECODED_BYTES and VE_MAX_UNDELIVERED_BYTES admit %dMi with the process itself: raise the limit or lower these" $limit $numTimes (div $needed 1048576)) }}
 {{- end }}
 {{- end }}
 {{- end }}
