@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -107,8 +108,13 @@ def test_only_a_client_that_reads_rows_attaches_to_memory(
     ((target, options),) = made
     assert target == "a:1"
     assert options.pop("tls") == ClientTls(*(files[name] for name in list(files)[1:]))
-    common = {"namespace": "tenant", "model": "m", "timeout_s": 4, "token_file": files["token_file"]}
-    common["waits"] = False
+    common: dict[str, Any] = {
+        "namespace": "tenant",
+        "model": "m",
+        "timeout_s": 4,
+        "token_file": files["token_file"],
+    }
+    common |= {"waits": False, "max_in_flight": sys.maxsize}
     memory: dict[str, Any] = {"transports": TRANSPORTS, "broker_path": "/broker"}
     if "fleet" in gateway:
         memory = {}
