@@ -353,8 +353,12 @@ class Pipeline:
 
     def _admit(self, encode: InFlightEncode, expected: EncodedItem, seqlen: int, permit: Permit) -> None:
         """Admits all patches of the item, and gives ``expected`` to prefetches that wait for it. seqlen:
-        patches of an attention sequence. Raises ImageTooLarge, ClipTooLarge, QueueFull."""
-        grid, is_clip = expected.grid, expected.clip is not None
+        patches of an attention sequence. Raises QueueFull."""
+        permit.add_patches(expected.grid.num_patches, seqlen, is_prefetch=encode.is_prefetch)
+        encode.expected.set_result(expected)
+
+    def _check_size(self, grid: Grid, *, is_clip: bool) -> None:
+        """Raises ImageTooLarge, ClipTooLarge."""
         limit = self._max_clip_patches if is_clip else self._max_patches_per_item
         num_patches = grid.num_patches
         if num_patches > limit:
@@ -364,8 +368,6 @@ class Pipeline:
                 num_patches=num_patches,
                 max_patches=limit,
             )
-        permit.add_patches(num_patches, seqlen, is_prefetch=encode.is_prefetch)
-        encode.expected.set_result(expected)
 
     async def _open(self, item: Item, holder: Holder) -> OpenItem:
         """Opens the item. Small files are opened on a worker too: a header of 256 KiB can take 100 ms."""
@@ -389,7 +391,9 @@ class Pipeline:
     def _expected_item(
         self, encode: InFlightEncode, grid: Grid, num_rows: int, clip: ClipFacts | None = None
     ) -> EncodedItem:
-        """The item before it is encoded: a meta tensor has the shape and dtype of its rows."""
+        """The item before it is encoded: a meta tensor has the shape and dtype of its rows. Raises
+        ImageTooLarge, ClipTooLarge."""
+        self._check_size(grid, is_clip=clip is not None)
         tower = self.model.tower
         rows = torch.empty(num_rows, tower.width, dtype=self._dtype, device="meta")
         return EncodedItem(encode.key, encode.content_digest, grid, rows, tower.num_deepstack_levels, clip)
