@@ -39,7 +39,7 @@ from encoder_service.types import (
     PixelValues,
     PreprocessOptions,
 )
-from tests.fakes import fake_image
+from tests.fakes import PATCH_DIM, fake_image
 from tests.unit.service.rig import Rig, image, running, until
 
 pytestmark = pytest.mark.anyio
@@ -289,6 +289,13 @@ async def test_limits_and_wrong_items(rig: Rig) -> None:
         await rig.pipeline.encode(image(options=PreprocessOptions(max_patches=3)))
     with pytest.raises(UnsupportedContent):
         await rig.pipeline.encode(Item(Modality.VIDEO, EncodedFile(fake_image(4, 4))))
+
+
+async def test_a_grid_beyond_any_memory_is_too_large(rig: Rig) -> None:
+    """No tensor can describe its rows."""
+    pixels = PixelValues(torch.zeros(1, PATCH_DIM), Grid(1 << 31, 1 << 31, 1 << 31))
+    with pytest.raises(ImageTooLarge, match="at most"):
+        await rig.pipeline.encode(Item(Modality.IMAGE, pixels))
 
 
 async def test_p11_pixel_tensors_of_other_shape_or_source_never_share_a_key(rig: Rig) -> None:
