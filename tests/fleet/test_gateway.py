@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from bench.harness.fleet.caller_main import TOLERANCE
 from bench.harness.fleet.fleet import READY_S, Fleet
@@ -20,6 +21,7 @@ from bench.harness.fleet.gateway import NAME, AccessLog, Gateway, dict_of, part
 from bench.harness.fleet.images import HOLD, MIB, image_file
 from bench.harness.fleet.names import NameServer
 from bench.harness.waiting import wait_until
+from encoder_service.cli import app
 from lm_adapter import EncodedRows, ImageItem, InvalidRequest, PrefetchStatus, VisionEncoderClient
 from tests.fleet.frames import GRPC_HEADERS, SERVER_INFO_PATH, RawCaller
 from tests.unit.lm_adapter.connector_rig import Engine, Image, engine_config
@@ -114,6 +116,13 @@ def test_a_client_without_fleet_is_told_that_it_needs_it(fleet: Fleet) -> None:
         assert isinstance(status, PrefetchStatus)
         (rows,) = client.fetch([status.key])  # its route is known
         assert isinstance(rows, EncodedRows)
+
+
+def test_info_of_a_gateway_says_whether_a_namespace_is_open(fleet: Fleet) -> None:
+    arguments = ["info", "--server", fleet.gateways[0].target, "--namespace", "tenant"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert "'tenant' is open to this caller" in result.output
 
 
 def test_two_gateways_send_equal_digests_to_one_replica(fleet: Fleet) -> None:
