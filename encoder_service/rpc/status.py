@@ -6,11 +6,15 @@ serialised in the trailing metadata under ``FAILURE_METADATA_KEY``.
 
 If a retry helps, the trailing metadata state the delay in two more forms, for clients other than
 ``lm_adapter``: ``google.rpc.RetryInfo`` in the status details, and the pushback of gRPC's built-in retries.
+
+gRPC clients take 8 KiB of metadata by default, and refuse more by chance. The text of a call's failure stands
+there up to three times, so it is shortened; that of an item's failure is not.
 """
 
 from __future__ import annotations
 
 import asyncio
+from urllib.parse import quote
 
 import grpc
 from google.protobuf.any_pb2 import Any as PackedMessage
@@ -25,6 +29,11 @@ FAILURE_METADATA_KEY = "vision-encoder-failure-bin"
 STATUS_METADATA_KEY = "grpc-status-details-bin"
 PUSHBACK_METADATA_KEY = "grpc-retry-pushback-ms"
 ERROR_DOMAIN = "vision_encoder.v1"
+# The text of a call's failure and the details of it, in bytes as they are sent.
+MAX_TEXT_BYTES = 1200
+MAX_DETAILS_BYTES = 1000
+# What gRPC does not percent-encode in a status message: printable ASCII without "%".
+_UNESCAPED = "".join(map(chr, range(0x20, 0x7F))).replace("%", "")
 
 STATUS_BY_ERROR: dict[type[errors.VisionEncoderError], grpc.StatusCode] = {
     errors.InvalidInput: grpc.StatusCode.INVALID_ARGUMENT,
@@ -74,15 +83,20 @@ def failure_of(error: BaseException) -> pb.ItemFailure:
 
 
 def status_text(error: errors.VisionEncoderError) -> str:
-    """The call's status message."""
-    return f"{error.reason}: {error.message}"
+    """The call's status message, at most MAX_TEXT_BYTES long."""
+    return _shortened(f"{error.reason}: {error.message}")
 
 
 def trailing_metadata(error: errors.VisionEncoderError) -> tuple[tuple[str, str | bytes], ...]:
     """The trailing metadata of a failed call."""
-    metadata: list[tuple[str, str | bytes]] = [
-        (FAILURE_METADATA_KEY, failure_of(error).SerializeToString()),
-    ]
+    failure = failure_of(error)
+    failure.message = _shortened(failure.message)
+    if (
+        sum(len(name.encode()) + len(value.encode()) for name, value in failure.details.items())
+        > MAX_DETAILS_BYTES
+    ):
+        failure.details.clear()
+    metadata: list[tuple[str, str | bytes]] = [(FAILURE_METADATA_KEY, failure.SerializeToString())]
     if error.retryable and error.retry_after_ms:
         metadata.append((STATUS_METADATA_KEY, retry_status(error).SerializeToString()))
         metadata.append((PUSHBACK_METADATA_KEY, str(error.retry_after_ms)))
@@ -100,3 +114,16 @@ def retry_status(error: errors.VisionEncoderError) -> Status:
         packed.Pack(detail)
         status.details.append(packed)
     return status
+
+
+def _shortened(text: str) -> str:
+    """The text, or as much of its start as has MAX_TEXT_BYTES in gRPC's percent-encoding."""
+    if len(quote(text, safe=_UNESCAPED)) <= MAX_TEXT_BYTES:
+        return text
+    room = MAX_TEXT_BYTES - len("...")
+    size = 0
+    for index, character in enumerate(text):
+        size += len(quote(character, safe=_UNESCAPED))
+        if size > room:
+            return text[:index] + "..."
+    return text

@@ -261,7 +261,7 @@ def test_p17_p33_a_failure_of_any_length_fails_its_image_alone_with_all_that_it_
     serve(engine, new_image(encoder))
     encoder.script.call_failures["Fetch"] = (
         grpc.StatusCode.INVALID_ARGUMENT,
-        ItemFailed(long[:4000], reason=long[:200], status=3),
+        ItemFailed(long[:2500], reason=long[:200], status=3),
     )
     failure = engine_failure(engine, encoder)
     assert failure.startswith(f"{long[:MAX_REASON_CHARS]}: ")

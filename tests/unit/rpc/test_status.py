@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import re
+from urllib.parse import quote
 
 import grpc
 import pytest
@@ -99,3 +101,31 @@ def test_retry_advice_travels_in_the_forms_that_google_rpc_and_grpc_define() -> 
 @pytest.mark.parametrize("error", [errors.QueueFull("full"), errors.InvalidRequest("no", retry_after_ms=5)])
 def test_no_advice_where_waiting_has_no_time_or_no_use(error: errors.VisionEncoderError) -> None:
     assert [name for name, _ in trailing_metadata(error)] == ["vision-encoder-failure-bin"]
+
+
+@pytest.mark.parametrize("text", ["x" * 20_000, "é%\n" * 5_000, "x" * 1_198 + "ééé", "\U0001f600" * 400])
+def test_a_call_s_failure_of_any_length_fits_in_the_metadata_that_every_client_takes(text: str) -> None:
+    """gRPC clients refuse metadata above 8 KiB by chance, and above 16 KiB always."""
+    error = errors.QueueFull(text, retry_after_ms=5, **{"a" * 300: "b" * 3_000})
+    status = grpc.StatusCode.RESOURCE_EXHAUSTED
+    metadata = trailing_metadata(error)
+    sizes = [
+        len(base64.b64encode(value)) if isinstance(value, bytes) else len(value) for _, value in metadata
+    ]
+    assert sum(sizes) + len(quote(status_text(error))) < 7_500
+    packed = dict(metadata)[STATUS_METADATA_KEY]
+    assert isinstance(packed, bytes)
+    assert Status.FromString(packed).message == status_text(error)
+    assert status_text(error).startswith("QUEUE_FULL: " + text[:90])
+    assert status_text(error).endswith("...")
+    assert failure_of(error).message == text
+    assert status_of(error) is status
+
+
+@pytest.mark.parametrize("text", ["x" * (1_200 - len("QUEUE_FULL: ")), "é" * 150, ""])
+def test_a_short_failure_is_sent_whole(text: str) -> None:
+    error = errors.QueueFull(text, held=5)
+    assert status_text(error) == f"QUEUE_FULL: {text}"
+    sent = dict(trailing_metadata(error))["vision-encoder-failure-bin"]
+    assert isinstance(sent, bytes)
+    assert sent == failure_of(error).SerializeToString()
