@@ -17,7 +17,7 @@ from smg.launch_router import parse_router_args
 
 from bench.harness.tokenspeed import SHM, Gateway, PrefillWorker, ReceivingEngine, blocks, jpeg
 from bench.harness.waiting import PATIENCE_S, wait_until
-from encoder_service import cli
+from encoder_service.cli import serve as cli_serve
 from encoder_service.config import parse_settings
 from encoder_service.towers import Tower, load_tower
 from tests.engines.pictures import clip
@@ -156,8 +156,8 @@ def test_the_documents_other_commands_are_understood(monkeypatch: pytest.MonkeyP
         if words[0] == "python":
             assert parse_router_args(words[3:]).epd_disaggregation
         else:
-            options = cli.serve_command().make_context("serve", words[2:]).params
-            assert parse_settings(**cli.given_options(options)).serve_tokenspeed
+            options = cli_serve.serve_command().make_context("serve", words[2:]).params
+            assert parse_settings(**cli_serve.given_options(options)).serve_tokenspeed
     assert parse_settings(model=Path("model")).tokenspeed_rdma == "mlx5_0"
 
 

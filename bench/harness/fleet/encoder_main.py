@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.harness.fleet.images import CRASH, HOLD
-from encoder_service.cli import announce, leave
+from encoder_service.cli.serve import announce, leave
 from encoder_service.config import parse_settings
 from encoder_service.errors import StartupError
 from encoder_service.ingest.preprocessor import OpenItem, Preprocessor

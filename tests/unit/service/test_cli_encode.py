@@ -13,7 +13,9 @@ import torch
 from safetensors import safe_open
 from typer.testing import CliRunner, Result
 
-from encoder_service.cli import app, begins_as_clip, plain
+from encoder_service.cli import app
+from encoder_service.cli.encode import begins_as_clip
+from encoder_service.cli.output import plain
 from lm_adapter import ImageItem, VisionEncoderClient
 from lm_adapter.errors import ItemFailed
 from lm_adapter.items import Modality

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from encoder_service.cli import given_options, serve_command
+from encoder_service.cli.serve import given_options, serve_command
 from encoder_service.config import Settings, parse_settings
 from encoder_service.errors import ConfigurationError
 

@@ -1,0 +1,72 @@
+"""``vision-encoder download`` and ``make-checkpoint``: checkpoints from the hub, and random ones."""
+
+from __future__ import annotations
+
+import enum
+import signal
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from encoder_service.cli.output import fail, plain
+
+
+def download(
+    model: Annotated[str, typer.Argument(help="Model on the hub: ORG/NAME or ORG/NAME@REVISION.")],
+    revision: Annotated[str, typer.Option(help="Branch, tag or commit.")] = "",
+) -> None:
+    """Fetches a model's vision tensors and settings ahead of ``serve --model ORG/NAME``; prints their folder.
+
+    The cache, the token and the hub are those of HF_HOME, HF_TOKEN and HF_ENDPOINT."""
+    from encoder_service.checkpoints.hub_id import hub_id
+
+    found = hub_id(Path(f"{model}@{revision}" if revision else model))
+    if found is None:
+        fail(f"{model} is a folder here, or no model's id: needs ORG/NAME or ORG/NAME@REVISION")
+    # As a container's first process it would ignore a signal without a handler.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+
+    from encoder_service.checkpoints.hub import fetch
+    from encoder_service.errors import StartupError
+    from encoder_service.ops.logs import configure_logs
+
+    configure_logs("text", "info")
+    try:
+        folder = fetch(found)
+    except StartupError as error:
+        fail(error.message)
+    print(plain(str(folder)))
+
+
+class Family(enum.StrEnum):
+    QWEN3_VL = "qwen3_vl"
+    QWEN3_5 = "qwen3_5"
+    KIMI_K25 = "kimi_k25"
+
+
+class Size(enum.StrEnum):
+    TINY = "tiny"
+    SMALL = "small"
+    FULL = "full"
+
+
+def make_checkpoint(
+    out: Annotated[Path, typer.Argument(help="Directory to write; must not exist or be empty.")],
+    family: Annotated[Family, typer.Option(help="Which model family.")],
+    size: Annotated[Size, typer.Option(help="full has the real tower's dimensions.")] = Size.TINY,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same weights.")] = 0,
+    with_lm: Annotated[bool, typer.Option("--with-lm", help="A small language model too.")] = False,
+) -> None:
+    """Writes a random-weight checkpoint in the hub's layout: for tests, demos and benchmarks."""
+    from encoder_service.checkpoints.synthetic import make_checkpoint as write
+    from encoder_service.errors import StartupError
+
+    try:
+        write(out, family.value, size.value, seed, with_lm=with_lm)
+    except StartupError as error:
+        fail(error.message)
+    except OSError as error:
+        fail(f"cannot write {out}: {error.strerror or error}")
+    print(f"wrote {plain(str(out))}")

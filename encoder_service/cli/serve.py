@@ -1,0 +1,96 @@
+"""``vision-encoder serve``: an option for each setting, the service's process and its end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import inspect
+import os
+import sys
+import traceback
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+from encoder_service.cli.options import with_options
+from encoder_service.cli.output import EXIT_CANNOT_START, EXIT_FAILED
+
+if TYPE_CHECKING:
+    from encoder_service.serve import Service
+
+
+@functools.cache
+def serve_command() -> Any:
+    """The command ``serve`` of Typer, with an option for each setting. Values are parsed by the settings."""
+    from encoder_service.config import settings_help
+
+    parameters = []
+    for name, setting in settings_help().items():
+        kind: Any = bool | None if setting.is_flag else list[str] | None if setting.is_list else str | None
+        option = typer.Option(help=setting.text, metavar=None if setting.is_flag else setting.value)
+        parameters.append(
+            inspect.Parameter(
+                name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind, option]
+            )
+        )
+    alone = typer.Typer(add_completion=False, rich_markup_mode=None)  # of rich, the table cuts names
+    alone.command("serve")(with_options(serve, parameters))
+    return typer.main.get_command(alone)
+
+
+def serve(**options: Any) -> None:
+    """Serves one checkpoint until SIGTERM.
+
+    Every option can also come from the environment: --max-calls as VE_MAX_CALLS. Several values are separated
+    by commas, or the option is repeated."""
+    from encoder_service.config import parse_settings
+    from encoder_service.errors import StartupError
+    from encoder_service.ops.logs import configure_logs, never_wait
+
+    try:
+        settings = parse_settings(**given_options(options))
+        from encoder_service.serve import serve as run
+
+        configure_logs(settings.log_format, settings.log_level, never_wait())
+        code = asyncio.run(run(settings, announce))
+    except StartupError as error:
+        leave(EXIT_CANNOT_START, f"vision-encoder: cannot start: {error.message}")
+    except Exception:
+        leave(EXIT_FAILED, traceback.format_exc())
+    leave(code)
+
+
+def given_options(options: Mapping[str, Any]) -> dict[str, str | bool]:
+    """Those that were given, as text or as a flag. Several values are separated by commas."""
+    return {
+        name: ",".join(value) if isinstance(value, (list, tuple)) else value
+        for name, value in options.items()
+        if value is not None and value != [] and value != ()
+    }
+
+
+def announce(service: Service) -> None:
+    """The one line on standard output that says the service takes work. Without a reader it is lost."""
+    assert service.info is not None
+    model = service.info.models[0]
+    admin = f" (admin http://{service.addresses['admin']})" if "admin" in service.addresses else ""
+    with contextlib.suppress(OSError):  # a closed pipe or a full disk does not end the service
+        print(
+            f"ready: {model.name} ({model.family}) on {service.settings.device} "
+            f"at {' '.join(service.listen)}{admin}",
+            flush=True,
+        )
+
+
+def leave(code: int, message: str = "") -> NoReturn:
+    """Ends the process once logs are written, without the interpreter's own end: that waits for threads, and
+    one may hang in native code (a load, a decode or a forward that a signal or the grace cut off)."""
+    from encoder_service.ops.logs import stop_logs
+
+    stop_logs()
+    if message:
+        with contextlib.suppress(OSError):  # a closed pipe or a full disk
+            print(message, file=sys.stderr, flush=True)
+    os._exit(code)
