@@ -111,6 +111,7 @@ class _Request:
     holder: Holder
     digest: bytes
     key: bytes
+    permit: Permit | None
 
 
 class Pipeline:
@@ -160,18 +161,20 @@ class Pipeline:
         *,
         namespace: str = "",
         holder: Holder | None = None,
+        permit: Permit | None = None,
         deadline_s: float | None = None,
         is_prefetch: bool = False,
     ) -> EncodeResult:
         """An item's rows: from the store, from an encode in progress, or encoded now. The caller must release
-        them. holder: the holder that the work counts as in shared limits; None for the namespace.
-        is_prefetch: the item is queued behind items that callers wait for.
+        them. holder: the holder that the work counts as in shared limits; None for the namespace. permit:
+        counts the item's content; None if nothing does yet. is_prefetch: the item is queued behind items
+        that callers wait for.
 
         Raises any VisionEncoderError; it concerns this item alone.
         """
         started_s = self.clock()
         holder = holder or holder_of(namespace)
-        request = await self._identify(item, namespace, holder)
+        request = await self._identify(item, namespace, holder, permit)
         key = request.key
         identify_ms = (self.clock() - started_s) * 1e3
         held = self.store.hold(namespace, key)
@@ -184,12 +187,19 @@ class Pipeline:
         tier = CacheTier.MISS if joined is None else CacheTier.IN_FLIGHT
         return self._result(held, tier, timings, started_s)
 
-    async def prefetch(self, item: Item, *, namespace: str = "", holder: Holder | None = None) -> EncodedItem:
+    async def prefetch(
+        self,
+        item: Item,
+        *,
+        namespace: str = "",
+        holder: Holder | None = None,
+        permit: Permit | None = None,
+    ) -> EncodedItem:
         """Starts an encode that goes on without a caller. Returns once the item is admitted, which is after
         its grid is known. Its rows are a meta tensor, unless the store has them. Raises as ``encode``, but
         only failures until the admission."""
         holder = holder or holder_of(namespace)
-        request = await self._identify(item, namespace, holder)
+        request = await self._identify(item, namespace, holder, permit)
         resident = self.store.peek(namespace, request.key)
         if resident is not None:
             return resident
@@ -241,7 +251,7 @@ class Pipeline:
 
     # -- identity --------------------------------------------------------------------------------------
 
-    async def _identify(self, item: Item, namespace: str, holder: Holder) -> _Request:
+    async def _identify(self, item: Item, namespace: str, holder: Holder, permit: Permit | None) -> _Request:
         """The item with its content digest and embedding key."""
         preprocessor = self.model.preprocessor
         preprocessor.check_options(item.modality, item.options)
@@ -257,7 +267,7 @@ class Pipeline:
             preprocess_fingerprint=preprocessor.fingerprint,
             dtype=self._dtype,
         )
-        return _Request(item, namespace, holder, digest, key)
+        return _Request(item, namespace, holder, digest, key, permit)
 
     def _start(self, request: _Request, deadline_s: float | None, *, is_prefetch: bool) -> InFlightEncode:
         """A new encode. Raises UnknownKey, Draining, DeviceFault, QueueFull if it cannot start now."""
@@ -281,7 +291,7 @@ class Pipeline:
     async def _run(self, encode: InFlightEncode, request: _Request) -> PinnedRows:
         """Admission, decode, device, store."""
         item = request.item
-        permit = self.admission.acquire(identity.content_bytes(item), request.holder)
+        permit = self.admission.acquire(identity.content_bytes(item), request.holder, request.permit)
         try:
             is_clip = item.modality is Modality.VIDEO
             if is_clip and isinstance(item.content, EncodedFile | FrameArray):

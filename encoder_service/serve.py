@@ -114,9 +114,9 @@ class Service:
 
     listen: gRPC addresses as bound. addresses: host:port of the other open ports, by name: ``admin``,
     ``sglang``, ``tokenspeed`` (for its gateways), ``tokenspeed_bootstrap`` (for its prefill workers).
-    message_bytes: counts the messages of calls in progress, of every protocol. not_ready: the reason why no
-    work is accepted, or None. info: the answer of GetServerInfo. Parts that ``start`` creates are None
-    before.
+    admission: counts the content of the calls of every protocol, and their items' patches. not_ready: the
+    reason why no work is accepted, or None. info: the answer of GetServerInfo. Parts that ``start`` creates
+    are None before.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -130,13 +130,13 @@ class Service:
         self.broker: Broker | None = None
         self.engine: DeviceEngine | None = None
         self.pipeline: Pipeline | None = None
-        self.message_bytes = Admission(0, settings.max_queued_bytes)
+        self.admission = Admission(settings.max_queued_patches, settings.max_queued_bytes, time.monotonic)
         self._instance_id = uuid.uuid4().hex
         self.info: pb.GetServerInfoResponse | None = None
         num_threads = settings.ingest_threads or usable_cores()
         self._workers = IngestWorkers(num_threads, num_clip_workers(num_threads), settings.max_decoded_bytes)
         self._tokens = open_tokens(settings)
-        self.gate = call_gate(settings, self._tokens, self.metrics, self.message_bytes)
+        self.gate = call_gate(settings, self._tokens, self.metrics, self.admission)
         self._grpc = open_grpc(settings, self.gate)
         self._urls = open_urls(settings, self.metrics)
         self._segments: PixelSegments | None = None
@@ -156,13 +156,13 @@ class Service:
             return self.not_ready
 
         if settings.serve_sglang:
-            sglang = SglangServer(settings, self.metrics, not_ready_because, self.message_bytes)
+            sglang = SglangServer(settings, self.metrics, not_ready_because, self.admission)
             self.protocols["sglang"] = ForeignServer(sglang, settings.serve_sglang)
         if settings.serve_tokenspeed:
             # Imported here: a process that has another version of its messages can still import this file.
             from encoder_service.protocols.tokenspeed.server import TokenSpeedServer
 
-            self._tokenspeed = TokenSpeedServer(settings, self.metrics, not_ready_because, self.message_bytes)
+            self._tokenspeed = TokenSpeedServer(settings, self.metrics, not_ready_because, self.admission)
             host = settings.serve_tokenspeed.rpartition(":")[0]
             bootstrap = f"{host}:{settings.tokenspeed_bootstrap_port}"
             self.protocols["tokenspeed"] = ForeignServer(self._tokenspeed, bootstrap)
@@ -235,7 +235,9 @@ class Service:
         model = await on_own_thread(load_model, settings)
         graphs = await on_own_thread(capture_graphs, model, settings)
         self.engine = engine = build_engine(settings, model, graphs, self.metrics, self.on_device_fault)
-        self.pipeline = pipeline = build_pipeline(settings, model, engine, store, self._workers, self.metrics)
+        self.pipeline = pipeline = build_pipeline(
+            settings, model, engine, store, self._workers, self.metrics, self.admission
+        )
         await on_own_thread(engine.warm_up, warm_up_grids(model, settings))
         engine.start()
         unusable = await on_own_thread(unusable_kernels, model.tower.device)
@@ -243,7 +245,7 @@ class Service:
         segments = self._segments if settings.shm_prefixes else None
         self.info = server_info(settings, model, store, self._instance_id, segments, unusable)
         self._admin.attach(pipeline, engine, self.broker)
-        reader = ItemReader(self.message_bytes, self._workers.executor, segments, self._urls)
+        reader = ItemReader(self.admission, self._workers.executor, segments, self._urls)
         servicer = VisionEncoderServicer(pipeline, self.info, reader, self.metrics)
         await self._grpc.start({SERVICE: method_handlers(servicer, self.gate)})
         backend = Backend(pipeline, self._urls, self._segments)

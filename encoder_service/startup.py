@@ -214,11 +214,12 @@ def build_pipeline(
     store: EmbeddingStore,
     workers: IngestWorkers,
     metrics: Metrics,
+    admission: Admission,
 ) -> Pipeline:
     return Pipeline(
         model=model,
         store=store,
-        admission=Admission(settings.max_queued_patches, settings.max_queued_bytes, time.monotonic),
+        admission=admission,
         engine=engine,
         workers=workers,
         metrics=metrics,

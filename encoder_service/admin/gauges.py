@@ -29,7 +29,11 @@ def register_gauges(metrics: Metrics, pipeline: Pipeline, engine: DeviceEngine) 
         "Seconds that the device will need for items admitted and not yet encoded.",
         lambda: pipeline.load.queued_s,
     )
-    gauge("ve_queued_bytes", "Content bytes of admitted items.", lambda: pipeline.admission.num_bytes)
+    gauge(
+        "ve_queued_bytes",
+        "Bytes of content of calls in progress and their items.",
+        lambda: pipeline.admission.num_bytes,
+    )
     gauge(
         "ve_undelivered_bytes",
         "Rows encoded and not yet read by their callers.",

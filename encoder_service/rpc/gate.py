@@ -96,8 +96,8 @@ class CallGate:
         admission: Admission,
         max_message_bytes: int,
     ) -> None:
-        """admission: counts the complete messages of calls in progress. ``arrivals`` counts incomplete
-        messages, with limits of the same size."""
+        """admission: counts the complete messages of calls in progress, with the content that items take
+        from them. ``arrivals`` counts incomplete messages, with limits of the same size."""
         self.permits = permits
         self.refused: Counter[str] = Counter()
         self._tokens = tokens
@@ -125,7 +125,7 @@ class CallGate:
                     data = await self.arrivals.read(context, call.holder, RECEIVE_S)
                     if data is None:
                         raise InvalidRequest(NO_MESSAGE)
-                    permit = self._admission.acquire(len(data), call.holder)
+                    permit = call.permit = self._admission.acquire(len(data), call.holder)
                     request = await self._parsed(data, request_type, permit, call.holder)
                     del data
                     namespace = getattr(request, "namespace", None)

@@ -31,6 +31,7 @@ from encoder_service.rpc.status import (
     status_text,
     trailing_metadata,
 )
+from encoder_service.scheduler.admission import Permit
 from vision_encoder.layout.keys import ROUTING_KEY
 from vision_encoder.v1 import encoder_pb2 as pb
 
@@ -53,8 +54,8 @@ TAKES_NO_WORK = (Draining, NotReady, Overloaded, DeviceFault)
 @dataclass
 class Call:
     """One RPC. metadata: the caller's metadata. instance_id: of this server process. host: the caller's.
-    holder: the holder that the caller counts as before its request is read. tokens: the server's; None
-    without a gate."""
+    holder: the holder that the caller counts as before its request is read. permit: counts its message.
+    tokens: the server's; None without a gate."""
 
     method: str
     request_id: str
@@ -63,6 +64,7 @@ class Call:
     instance_id: str = ""
     host: str = ""
     holder: Holder = ()
+    permit: Permit | None = None
     tokens: NamespaceTokens | None = None
     item_spans: dict[int, Span] = field(default_factory=dict)
 

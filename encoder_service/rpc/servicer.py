@@ -23,6 +23,7 @@ from encoder_service.rpc import convert, observed
 from encoder_service.rpc.delivery import Delivery, RowsRequest
 from encoder_service.rpc.item_reader import ItemReader
 from encoder_service.rpc.item_stream import ItemStream
+from encoder_service.scheduler.admission import Permit
 from encoder_service.store.embedding_store import RETRY_AFTER_MS
 from encoder_service.types import EncodedItem, Item
 from vision_encoder.v1 import encoder_pb2 as pb
@@ -71,11 +72,13 @@ class VisionEncoderServicer:
     async def prefetch(self, request: pb.PrefetchRequest, context: Context) -> pb.PrefetchResponse:
         deadline_s = self._deadline_s(context)
 
-        async def announce(item: Item) -> EncodedItem:
+        async def announce(item: Item, permit: Permit | None) -> EncodedItem:
             if not request.until_encoded:
-                return await self._pipeline.prefetch(item, namespace=request.namespace, holder=holder)
+                return await self._pipeline.prefetch(
+                    item, namespace=request.namespace, holder=holder, permit=permit
+                )
             result = await self._pipeline.encode(
-                item, namespace=request.namespace, holder=holder, deadline_s=deadline_s
+                item, namespace=request.namespace, holder=holder, permit=permit, deadline_s=deadline_s
             )
             encoded, is_stored = result.encoded, result.held.tier is not None
             result.release()
@@ -89,7 +92,7 @@ class VisionEncoderServicer:
 
         async def prefetch_item(index: int, message: pb.Item) -> pb.PrefetchStatus:
             try:
-                announced = await self._reader.use(message, announce, holder)
+                announced = await self._reader.use(message, announce, holder, call.permit)
             except Exception as error:
                 failure = call.item_failure(self.metrics, error, index, len(request.items))
                 return pb.PrefetchStatus(failure=failure)
@@ -120,15 +123,16 @@ class VisionEncoderServicer:
 
     async def encode(self, request: pb.EncodeRequest, context: Context) -> None:
         deadline_s = self._deadline_s(context)
-        holder = observed.this_call().holder_of(request.namespace)
+        call = observed.this_call()
+        holder = call.holder_of(request.namespace)
 
-        async def encode(item: Item) -> EncodeResult:
+        async def encode(item: Item, permit: Permit | None) -> EncodeResult:
             return await self._pipeline.encode(
-                item, namespace=request.namespace, holder=holder, deadline_s=deadline_s
+                item, namespace=request.namespace, holder=holder, permit=permit, deadline_s=deadline_s
             )
 
         async def encode_item(message: pb.Item) -> EncodeResult:
-            return await self._reader.use(message, encode, holder)
+            return await self._reader.use(message, encode, holder, call.permit)
 
         self._check_call(request.namespace, request.model, len(request.items))
         await self._stream(context, request, encode_item, request.items)

@@ -52,15 +52,27 @@ class Pace:
 
 
 class Permit:
-    """One item's part of the limits. It grows when the item's patches are known and is released once."""
+    """The part of the limits that a call's content, or an item, takes. It grows when an item's patches are
+    known and is released once. What it takes stays counted until the permits within it are released too."""
 
-    def __init__(self, admission: Admission, holder: Holder, num_bytes: int) -> None:
+    def __init__(
+        self, admission: Admission, holder: Holder, num_bytes: int, within: Permit | None = None
+    ) -> None:
         self._admission = admission
         self.holder = holder
         self.num_bytes = num_bytes
         self.num_patches = 0
         self.num_squares = 0
         self._released = False
+        self._within = within
+        self._num_users = 1
+        """Itself until it is released, and the permits within it."""
+        if within is not None:
+            within._num_users += 1
+
+    @property
+    def is_counted(self) -> bool:
+        return self._num_users > 0
 
     def add_patches(self, num_patches: int, seqlen: int, *, is_prefetch: bool = False) -> None:
         """Takes room for the item's patches. seqlen: patches of an attention sequence. is_prefetch: no
@@ -76,10 +88,17 @@ class Permit:
         self.num_bytes += num_bytes
 
     def release(self) -> None:
-        """Releases the item's part of every limit. Idempotent."""
+        """Releases its part of every limit. Idempotent."""
         if not self._released:
             self._released = True
+            self._leave()
+
+    def _leave(self) -> None:
+        self._num_users -= 1
+        if not self._num_users:
             self._admission._give_back(self)
+            if self._within is not None:
+                self._within._leave()
 
 
 class UndeliveredBytes:
@@ -139,7 +158,7 @@ class UndeliveredBytes:
 
 
 class Admission:
-    """The limits on work that is admitted and not finished."""
+    """The limits on content in memory, and on work that is admitted and not finished."""
 
     def __init__(self, max_patches: int, max_bytes: int, clock: Callable[[], float] | None = None) -> None:
         """clock: monotonic seconds, for a retry delay from the measured rate; None for a fixed delay."""
@@ -159,15 +178,18 @@ class Admission:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of content held."""
+        """Bytes of content held: messages of calls, and items that are in no message."""
         return self._bytes.num_used
 
     def fill(self) -> float:
         """From 0 to 1: the fuller limit's share in use, as ``Shares.fill``."""
         return max(shares.fill() for shares in (self._patches, self._bytes) if shares.limit)
 
-    def acquire(self, num_bytes: int, holder: Holder = WHOLE) -> Permit:
-        """A permit for an item whose content holds ``num_bytes``. Raises QueueFull with both numbers."""
+    def acquire(self, num_bytes: int, holder: Holder = WHOLE, within: Permit | None = None) -> Permit:
+        """A permit for content of ``num_bytes``. within: a permit that counts the same bytes; while they
+        are counted they are not counted again. Raises QueueFull with both numbers."""
+        if within is not None and within.is_counted:
+            return Permit(self, holder, 0, within)
         self._take_bytes(holder, num_bytes)
         return Permit(self, holder, num_bytes)
 

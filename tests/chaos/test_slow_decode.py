@@ -132,9 +132,9 @@ def test_p34_p17_with_every_thread_busy_the_rest_waits_bounded_and_in_time(
             assert 360_000 < len(data) < 450_000
             calls.append(stub.Encode(request_of(data), timeout=LIMIT_S))
             if number <= 2:
-                wait_until(lambda number=number: held(found)["bytes of calls"] > number * 360_000)  # type: ignore[misc]
+                wait_until(lambda number=number: held(found)["bytes of content"] > number * 360_000)  # type: ignore[misc]
         assert [refusal(call) for call in calls[2:]] == ["QUEUE_FULL"] * 2
-        assert held(found)["bytes of calls"] <= 1_900_000
+        assert held(found)["bytes of content"] <= 1_900_000
 
         go_on.set()
         for call in [*slow, *calls[:2]]:

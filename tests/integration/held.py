@@ -18,9 +18,8 @@ def held(service: RunningService) -> Mapping[str, int]:
         assert found.pipeline is not None
         assert found.store is not None
         return {
-            "admitted bytes": found.pipeline.admission.num_bytes,
-            "admitted patches": found.pipeline.admission.num_patches,
-            "bytes of calls": found.message_bytes.num_bytes,
+            "bytes of content": found.admission.num_bytes,
+            "admitted patches": found.admission.num_patches,
             "undelivered bytes": found.pipeline.undelivered.num_bytes,
             "encodes": len(found.pipeline.inflight),
             "late bytes": found.gate.arrivals.num_bytes,

@@ -101,7 +101,7 @@ class Served(NamedTuple):
         """Whether the protocol holds no request, no bytes and no receivers."""
         server = self.server
         return not (
-            server.permits.num_calls or self.service.service.message_bytes.num_bytes or len(server.awaited)
+            server.permits.num_calls or self.service.service.admission.num_bytes or len(server.awaited)
         )
 
     def metric(self, line: str) -> float:
@@ -387,7 +387,7 @@ def test_rows_that_have_not_left_hold_the_queue(bounded: Served, receiver: Recei
     """A request that others leave no room may come again; one that has too many rows itself may not."""
     picture = plain_picture()
     with encoding(bounded, [picture], receiver, "held"):
-        wait_until(lambda: bounded.service.service.message_bytes.num_bytes > QUEUED_BYTES // 2, "the rows")
+        wait_until(lambda: bounded.service.service.admission.num_bytes > QUEUED_BYTES // 2, "the rows")
         assert f"of {QUEUED_BYTES}" in message(bounded.encode([picture], receiver.port), 503)
     assert bounded.encode([picture], receiver.port).status_code == 200
     refused = message(bounded.encode([picture, picture], receiver.port), 400)

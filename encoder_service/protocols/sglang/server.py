@@ -97,10 +97,10 @@ class SglangServer:
         settings: Settings,
         metrics: Metrics,
         not_ready_because: Callable[[], str | None],
-        message_bytes: Admission,
+        admission: Admission,
     ) -> None:
-        """not_ready_because: why the service takes no work now, or None. message_bytes: the service's limit
-        on the messages of calls in progress; bodies, fetched content and rows of requests count in it. Raises
+        """not_ready_because: why the service takes no work now, or None. admission: the service's limit
+        on the content of calls in progress; bodies, fetched content and rows of requests count in it. Raises
         ConfigurationError if pyzmq is not installed."""
         self._metrics, self._not_ready_because = metrics, not_ready_because
         self._sender = Sender("sglang", SEND_TIMEOUT_S)
@@ -109,7 +109,7 @@ class SglangServer:
         self._backend: Backend | None = None
         self.permits = CallPermits(settings.max_calls)
         """Of ``/encode`` requests in progress."""
-        self._message_bytes = message_bytes
+        self._admission = admission
         self.awaited = AwaitedReceivers()
         encode = self._handler("sglang/encode", self._encode, self.permits.call)
         # Takes no permit: encodes holding all permits may be waiting for this call.
@@ -170,7 +170,7 @@ class SglangServer:
                 peer = peer_of(request)
                 holder = (f"peer {peer}",)
                 with permit(holder):
-                    bytes_permit = self._message_bytes.acquire(0, holder)
+                    bytes_permit = self._admission.acquire(0, holder)
                     try:
                         body = await self._read(request, bytes_permit)
                         call.request_id = str(body.get("req_id", ""))[:MAX_REQ_ID_CHARS]
@@ -231,7 +231,7 @@ class SglangServer:
         results: dict[int, EncodeResult] = {}
 
         async def encode_item(index: int, item: MediaItem) -> None:
-            result = await self._encode_item(backend, part.modality, item)
+            result = await self._encode_item(backend, part.modality, item, incoming.permit)
             results[index] = await backend.pipeline.ensure_tier(result, NAMESPACE, "host")
             self._count_rows(incoming.permit, results[index].encoded.spec.num_bytes)
 
@@ -246,24 +246,27 @@ class SglangServer:
             for result in results.values():
                 result.release()
 
-    async def _encode_item(self, backend: Backend, modality: Modality, item: MediaItem) -> EncodeResult:
+    async def _encode_item(
+        self, backend: Backend, modality: Modality, item: MediaItem, permit: Permit
+    ) -> EncodeResult:
         pipeline = backend.pipeline
         if not item.is_url:
             data = await self._on_worker(len(item.url), inline_content, item)
-            return await pipeline.encode(Item(modality, EncodedFile(data), item.digest), namespace=NAMESPACE)
+            inline = Item(modality, EncodedFile(data), item.digest)
+            return await pipeline.encode(inline, namespace=NAMESPACE, permit=permit)
 
-        async def encode_fetched(fetched: Item) -> EncodeResult:
+        async def encode_fetched(fetched: Item, permit: Permit | None) -> EncodeResult:
             if isinstance(fetched.content, EncodedFile):
                 await self._on_worker(len(fetched.content.data), verify, fetched.content.data, item.digest)
-            return await pipeline.encode(fetched, namespace=NAMESPACE)
+            return await pipeline.encode(fetched, namespace=NAMESPACE, permit=permit)
 
-        reader = ItemReader(self._message_bytes, pipeline.workers.executor, None, backend.urls)
+        reader = ItemReader(self._admission, pipeline.workers.executor, None, backend.urls)
         return await reader.use(url_message(item, modality), encode_fetched, (NAMESPACE,))
 
     def _count_rows(self, permit: Permit, num_bytes: int) -> None:
         """Counts rows of the request until its end. Raises InvalidRequest if the request alone exceeds the
         limit, QueueFull if other requests leave too little of it."""
-        needed, limit = permit.num_bytes + num_bytes, self._message_bytes.max_bytes
+        needed, limit = permit.num_bytes + num_bytes, self._admission.max_bytes
         if needed > limit:
             raise InvalidRequest(
                 f"the request has at least {needed} bytes with its rows, at most {limit} are taken"

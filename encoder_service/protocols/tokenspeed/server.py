@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,9 +46,9 @@ from encoder_service.protocols.tokenspeed.sending import RankSender
 from encoder_service.protocols.zmq_push import AllowedReceivers, Sender
 from encoder_service.rpc import convert, observed
 from encoder_service.rpc.gate import CallGate, CallPermits
-from encoder_service.rpc.item_reader import ItemReader
+from encoder_service.rpc.item_reader import ItemReader, Use
 from encoder_service.rpc.server import GrpcServer
-from encoder_service.scheduler.admission import Admission, UndeliveredBytes
+from encoder_service.scheduler.admission import Admission, Permit, UndeliveredBytes
 from encoder_service.types import Item
 from vision_encoder.layout.host import host_id
 from vision_encoder.tokenspeed import tokenspeed_encoder_pb2 as encoder
@@ -153,17 +153,20 @@ class EncodeCalls:
     async def _encode_item(
         self, item: CallItem, message: scheduler.MultimodalItem, number: int, deadline_s: float | None
     ) -> None:
-        async def encode(item: Item) -> EncodeResult:
-            return await self.pipeline.encode(item, namespace=NAMESPACE, deadline_s=deadline_s)
+        async def encode(content: Item, permit: Permit | None) -> EncodeResult:
+            return await self.pipeline.encode(
+                content, namespace=NAMESPACE, permit=permit, deadline_s=deadline_s
+            )
 
         with self.rooms.encoding(number, item) as room:
-            self.rooms.deliver(room, await self._ask(message, encode))
+            self.rooms.deliver(room, await self._ask(message, encode, item.call.permit))
 
     async def _ask(
-        self, message: scheduler.MultimodalItem, question: Callable[[Item], Awaitable[EncodeResult]]
+        self, message: scheduler.MultimodalItem, question: Use[EncodeResult], permit: Permit | None
     ) -> EncodeResult:
-        """Calls ``question`` with the item. Raises InvalidRequest, GridMismatch, PixelTensorMismatch,
-        InvalidDigest, UnsupportedContent, TransportUnavailable, QueueFull, and what ``question`` raises."""
+        """Calls ``question`` with the item. permit: counts the call's message. Raises InvalidRequest,
+        GridMismatch, PixelTensorMismatch, InvalidDigest, UnsupportedContent, TransportUnavailable, QueueFull,
+        and what ``question`` raises."""
         tower = self.pipeline.model.tower
         modality = wire.modality_of(message, tower.modalities)
         if message.content_hash:
@@ -175,9 +178,10 @@ class EncodeCalls:
                 return await self.reader.use(wire.segment_item(message, modality, grid), question)
             case "inline" if message.ByteSize() > MAX_COPIED_ON_LOOP_BYTES:
                 holder, workers = holder_of(NAMESPACE), self.pipeline.workers
-                return await question(await workers.run(holder, wire.inline_item, message, modality, grid))
+                item = await workers.run(holder, wire.inline_item, message, modality, grid)
+                return await question(item, permit)
             case "inline":
-                return await question(wire.inline_item(message, modality, grid))
+                return await question(wire.inline_item(message, modality, grid), permit)
             case payload:
                 raise UnsupportedContent(
                     f"pixels by {payload or 'nothing'} are not taken, inline and shm are"
@@ -198,18 +202,18 @@ class TokenSpeedServer:
         settings: Settings,
         metrics: Metrics,
         not_ready_because: Callable[[], str | None],
-        message_bytes: Admission,
+        admission: Admission,
     ) -> None:
-        """not_ready_because: why the service takes no work now, or None. message_bytes: the service's limit
-        on the messages of calls in progress. Raises ConfigurationError where pyzmq is not installed."""
+        """not_ready_because: why the service takes no work now, or None. admission: the service's limit
+        on the content of calls in progress. Raises ConfigurationError where pyzmq is not installed."""
         self.address = ""
         self.app = Starlette(routes=[Route("/route", self._route)])
         self._settings, self._metrics = settings, metrics
         self._not_ready_because = not_ready_because
         self._sender = Sender("tokenspeed", SEND_TIMEOUT_S)
-        self._message_bytes = message_bytes
+        self._admission = admission
         self._gate = CallGate(
-            NamespaceTokens(), CallPermits(settings.max_calls), message_bytes, settings.max_message_bytes
+            NamespaceTokens(), CallPermits(settings.max_calls), admission, settings.max_message_bytes
         )
         self._grpc = GrpcServer(settings, self._gate)
         self._mooncake: Mooncake | None = None
@@ -265,7 +269,7 @@ class TokenSpeedServer:
         assert self._mooncake is not None
         assert self._rooms is not None
         pipeline = backend.pipeline
-        reader = ItemReader(self._message_bytes, pipeline.workers.executor, backend.segments)
+        reader = ItemReader(self._admission, pipeline.workers.executor, backend.segments)
         calls = EncodeCalls(pipeline, reader, self._rooms, self._mooncake.size_bytes)
         model = model_info(pipeline)
         server = server_info(self._settings, model.model_path, backend.segments)

@@ -18,7 +18,7 @@ from encoder_service.ingest.pixel_segments import PixelSegments, SegmentTensor
 from encoder_service.ingest.workers import MAX_COPIED_ON_LOOP_BYTES
 from encoder_service.ops.shares import Holder
 from encoder_service.rpc.item_reader import ItemReader
-from encoder_service.scheduler.admission import Admission
+from encoder_service.scheduler.admission import Admission, Permit
 from encoder_service.types import DigestOnly, EncodedFile, Item, Modality, PixelValues
 from tests.unit.service.rig import until
 from vision_encoder.v1 import encoder_pb2 as pb
@@ -48,7 +48,7 @@ def inline(tensor: torch.Tensor) -> pb.Item:
     return pb.Item(modality=pb.MODALITY_IMAGE, pixels=pb.PixelTensor(grid_thw=GRID, inline=data))
 
 
-async def same(item: Item) -> Item:
+async def same(item: Item, _: Permit | None) -> Item:
     return item
 
 
@@ -56,7 +56,7 @@ async def test_p19_a_segments_item_is_the_one_that_comes_inline(reader: ItemRead
     """Also by its digest, and so by its key. Its bytes count until the question is answered."""
     tensor = torch.randn(4, 6)
 
-    async def question(item: Item) -> Item:
+    async def question(item: Item, _: Permit | None) -> Item:
         assert reader.admission.num_bytes == tensor.nbytes
         return item
 
@@ -141,7 +141,7 @@ async def test_a_url_is_fetched_only_where_its_rows_are_not_held(reader: ItemRea
     with_fetcher, urls = with_urls(reader)
     asked: list[Item] = []
 
-    async def question(item: Item) -> str:
+    async def question(item: Item, _: Permit | None) -> str:
         asked.append(item)
         if isinstance(item.content, DigestOnly):
             if len(asked) == 1:

@@ -164,3 +164,30 @@ def test_p64_the_fill_is_1_where_a_caller_is_refused() -> None:
     with pytest.raises(QueueFull):
         permit.add_patches(1, 1)
     assert admission.fill() == 1.0
+
+
+def test_content_is_counted_once_until_its_message_and_its_items_are_released() -> None:
+    admission = Admission(max_patches=100, max_bytes=100)
+    message = admission.acquire(80)
+    items = [admission.acquire(30, within=message) for _ in range(2)]
+    items[0].add_patches(10, 10)
+    message.release()
+    message.release()
+    assert (admission.num_bytes, admission.num_patches) == (80, 10)
+    items[0].release()
+    items[0].release()
+    assert (admission.num_bytes, admission.num_patches, admission.num_squares) == (80, 0, 0)
+    items[1].release()
+    assert admission.num_bytes == 0
+
+
+def test_content_whose_message_is_released_is_counted_again() -> None:
+    admission = Admission(max_patches=100, max_bytes=100)
+    message = admission.acquire(80)
+    message.release()
+    late = admission.acquire(30, within=message)
+    assert admission.num_bytes == 30
+    with pytest.raises(QueueFull):
+        admission.acquire(80, within=message)
+    late.release()
+    assert admission.num_bytes == 0
