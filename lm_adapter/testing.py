@@ -454,17 +454,18 @@ class FakeEncoder:
         context.set_trailing_metadata((("x-instance-id", self.instance_id),))
         metadata = {name: value for name, value in context.invocation_metadata() if isinstance(value, str)}
         finished = threading.Event()
-        with self._lock:
-            self.num_calls[method] += 1
-            self._calls.append(CallRecord(method, request, metadata))
 
         def on_end() -> None:
             if not finished.is_set():
                 with self._lock:
                     self.num_cancelled[method] += 1
 
-        if method in ("Encode", "Fetch"):
-            context.add_callback(on_end)
+        # A call that has ended already takes no callback.
+        if method in ("Encode", "Fetch") and not context.add_callback(on_end):
+            on_end()
+        with self._lock:
+            self.num_calls[method] += 1
+            self._calls.append(CallRecord(method, request, metadata))
         limit = self.script.limits.max_items_per_request
         if method in self.script.call_failures:
             finished.set()
