@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+# vLLM without its tower, beside an encoder on one GPU, and one question about a picture.
+#   examples/vllm.sh [MODEL]      needs vision-encoder and vllm on PATH; ends both with Ctrl-C
+set -euo pipefail
+MODEL=${1:-Qwen/Qwen3-VL-8B-Instruct} ENCODER_PORT=${ENCODER_PORT:-50051} PORT=${PORT:-8000}
+PICTURE=${PICTURE:-$(dirname "$0")/../tests/data/photos/coffee.jpg}
+trap 'kill $(jobs -p) 2>/dev/null; wait' EXIT
+
+vision-encoder serve --model "$MODEL" --listen "127.0.0.1:$ENCODER_PORT" --admin-listen 127.0.0.1:0 &
+until vision-encoder health --server "127.0.0.1:$ENCODER_PORT" >/dev/null 2>&1; do
+    kill -0 $! || exit 1
+    sleep 1
+done
+vllm serve "$MODEL" --served-model-name model --host 127.0.0.1 --port "$PORT" --gpu-memory-utilization 0.8 \
+    --ec-transfer-config '{
+        "ec_connector": "VisionEncoderConnector",
+        "ec_connector_module_path": "lm_adapter.engines.vllm",
+        "ec_role": "ec_consumer",
+        "ec_connector_extra_config": {"target": "127.0.0.1:'"$ENCODER_PORT"'"}
+    }' &
+until curl -sf "http://127.0.0.1:$PORT/health"; do
+    kill -0 $! || exit 1
+    sleep 1
+done
+curl -sf "http://127.0.0.1:$PORT/v1/chat/completions" -H 'Content-Type: application/json' -d @- <<END
+{"model": "model", "max_tokens": 16, "messages": [{"role": "user", "content": [
+    {"type": "image_url", "image_url": {"url": "data:image/jpeg;base64,$(base64 -w0 "$PICTURE")"}},
+    {"type": "text", "text": "What is in this picture?"}]}]}
+END
+echo
+if [ -t 1 ]; then wait; fi
