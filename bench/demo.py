@@ -61,7 +61,9 @@ def main() -> int:
 
     paths = sorted(path for path in PHOTOS.iterdir() if path.suffix in (".jpg", ".png"))
     settings = {"model": checkpoint, "device": "cpu", "log_level": "warning", "torch_threads": os.cpu_count()}
-    settings |= {"listen": "127.0.0.1:0", "admin_listen": "127.0.0.1:0"}
+    settings |= {"listen": "127.0.0.1:0", "admin_listen": "127.0.0.1:0", "broker_path": ""}
+    # In bfloat16 two right towers can differ by a token; here the tokens have to be equal.
+    settings["dtype"] = "float32"
     with (
         ServiceProcess(settings, out / "service.log", gpu=None) as service,
         VisionEncoderClient(service.target, timeout_s=120) as client,

@@ -24,6 +24,7 @@ MIB = 1 << 20
 GIB = 1 << 30
 ENV_PREFIX = "VE_"
 MAX_UNIX_PATH_BYTES = 107
+AUTO = "auto"
 # Of a number, by a word of its setting's name.
 UNITS = {"bytes": "bytes", "s": "seconds", "patches": "patches", "pixels": "pixels"}
 
@@ -121,9 +122,15 @@ class Settings(BaseSettings):
     model_name: str = Field(
         "", description="Name that requests use; empty: the folder's name, or NAME of a hub id."
     )
-    device: str = Field("cpu", pattern=r"^(cpu|cuda(:\d+)?)$", description="torch device of the tower.")
-    dtype: Literal["float32", "bfloat16"] | None = Field(
-        None, description="Type of weights and rows; default bfloat16 on a GPU, float32 on the CPU."
+    device: str = Field(
+        AUTO,
+        pattern=r"^(auto|cpu|cuda(:\d+)?)$",
+        description="Device of the tower: cpu, cuda or cuda:N; auto: the first GPU, without one the CPU.",
+    )
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto",
+        description="Type of weights and rows; auto: the checkpoint's, or bfloat16 for one in float32, as "
+        "vLLM's auto.",
     )
     tower: Literal["auto", "plain"] = Field(
         "auto",
@@ -299,7 +306,10 @@ class Settings(BaseSettings):
 
     # -- broker ----------------------------------------------------------------------------------------
     broker_path: str = Field(
-        "", description="Unix socket that hands out shared memory, an absolute path; empty: inline rows only."
+        AUTO,
+        description="Unix socket that hands out shared memory, an absolute path; auto: PORT.sock in "
+        "$XDG_RUNTIME_DIR/vision-encoder, or in vision-encoder-UID of the temporary folder; empty: rows are "
+        "sent inline.",
     )
     broker_mode: str = Field("660", pattern=r"^[0-7]{3}$", description="Permissions of its socket, octal.")
     broker_allowed_uids: Numbers = Field(
@@ -377,11 +387,11 @@ class Settings(BaseSettings):
 
     @model_validator(mode="after")
     def check_arenas(self) -> Settings:
-        if self.broker_path:
+        if self.broker_path and self.broker_path != AUTO:
             check_address(f"unix:{self.broker_path}")
             if not self.broker_path.startswith("/"):
                 raise ValueError(f"broker_path {self.broker_path!r} is no absolute path")
-        else:
+        if not self.broker_path:
             for name in ("isolated_namespaces", "device_arena_bytes"):
                 if getattr(self, name):
                     raise ValueError(f"{name} is memory that a broker hands out: set broker_path")
@@ -389,13 +399,19 @@ class Settings(BaseSettings):
             raise ValueError("isolated_namespaces need tokens: set tokens_file")
         if self.device_arena_bytes and self.device_arena_bytes < MIB:
             raise ValueError(f"device_arena_bytes is {self.device_arena_bytes}, the least is 0 or {MIB}")
-        isolated_bytes = sum(sum(sizes[1:]) for sizes in self.isolated_namespaces.values())
-        on_device_bytes = (self.device_arena_bytes or 0) + isolated_bytes
-        if self.device == "cpu" and on_device_bytes:
-            raise ValueError(f"{on_device_bytes} bytes of device arenas are a GPU's memory, device is cpu")
-        if isolated_bytes and self.device_arena_bytes == 0:
+        if self.device == "cpu" and self.num_device_bytes:
+            raise ValueError(
+                f"{self.num_device_bytes} bytes of device arenas are a GPU's memory, device is cpu"
+            )
+        if self.num_device_bytes and self.device_arena_bytes == 0:
             raise ValueError("isolated_namespaces have device arenas, device_arena_bytes is 0")
         return self
+
+    @property
+    def num_device_bytes(self) -> int:
+        """Of all device arenas that the settings require."""
+        isolated_bytes = sum(sum(sizes[1:]) for sizes in self.isolated_namespaces.values())
+        return (self.device_arena_bytes or 0) + isolated_bytes
 
 
 def parse_settings(**given: object) -> Settings:

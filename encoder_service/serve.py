@@ -23,6 +23,7 @@ from encoder_service import __version__
 from encoder_service.admin.plane import AdminPlane
 from encoder_service.broker import Broker
 from encoder_service.config import Settings
+from encoder_service.defaults import with_broker_path, with_device
 from encoder_service.engine.device import DeviceEngine
 from encoder_service.engine.faults import first_line
 from encoder_service.errors import DeviceFault, StartupError
@@ -121,7 +122,7 @@ class Service:
 
     def __init__(self, settings: Settings) -> None:
         """Raises ConfigurationError."""
-        self.settings = settings
+        self.settings = settings = with_device(settings)
         self.metrics = Metrics()
         self.listen: tuple[str, ...] = ()
         self.addresses: dict[str, str] = {}
@@ -225,6 +226,7 @@ class Service:
         if self._tokenspeed is not None and not prefixes:
             prefixes = self._tokenspeed.segment_prefixes
         self._segments = open_segments(settings, prefixes, self.metrics)
+        self.settings = settings = await on_own_thread(with_broker_path, settings, self.listen)
         self.store = store = await on_own_thread(self._open_store)
         self.broker = await on_own_thread(start_broker, settings, self._instance_id, store, self._tokens)
         return store

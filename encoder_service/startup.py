@@ -19,7 +19,7 @@ from rich.progress import Progress
 from encoder_service.admin.gauges import register_segments
 from encoder_service.broker import Broker, BrokerLimits, broker_options
 from encoder_service.checkpoints.hub_id import HubId, hub_id
-from encoder_service.config import Settings
+from encoder_service.config import AUTO, Settings
 from encoder_service.engine.device import DeviceEngine
 from encoder_service.engine.fast_path import build_graph_runner
 from encoder_service.engine.graphs import CaptureRecord, GraphRunner
@@ -39,6 +39,8 @@ from encoder_service.rpc.server import EXTRA_CONNECTIONS
 from encoder_service.scheduler.admission import Admission, UndeliveredBytes
 from encoder_service.scheduler.planner import MAX_ITEMS_PER_BATCH, Planner
 from encoder_service.store.embedding_store import EmbeddingStore
+from encoder_service.towers.checkpoint import read_config
+from encoder_service.towers.config import stated_dtype
 from encoder_service.towers.registry import load_tower
 from encoder_service.types import Grid
 
@@ -101,19 +103,9 @@ def start_broker(
 def load_model(settings: Settings) -> ServedModel:
     """The checkpoint's tower and preprocessor. Raises StartupError; runs on a worker thread. Files of a hub
     id that are missing are fetched first."""
-    device = torch.device(settings.device)
-    if device.type == "cuda":
-        if not torch.cuda.is_available():
-            raise ConfigurationError(f"device is {settings.device}, but torch sees no CUDA device")
-        if (device.index or 0) >= torch.cuda.device_count():
-            raise ConfigurationError(
-                f"device is {settings.device}, but torch sees {torch.cuda.device_count()} CUDA device(s)"
-            )
-    default = torch.bfloat16 if device.type == "cuda" else torch.float32
-    dtype = default if settings.dtype is None else getattr(torch, settings.dtype)
     model = hub_id(settings.model)
     folder = settings.model if model is None else fetched(model)
-    loaded = load_tower(folder, device=device, dtype=dtype)
+    loaded = load_tower(folder, device=torch.device(settings.device), dtype=tower_dtype(settings, folder))
     limits = DecodeLimits(settings.max_encoded_bytes, settings.max_image_pixels)
     clips = clip_limits(settings, settings.max_image_pixels, settings.ingest_threads or usable_cores())
     preprocessor = load_preprocessor(folder, loaded.tower.family, limits, clips, settings.transparent)
@@ -131,6 +123,23 @@ def load_model(settings: Settings) -> ServedModel:
         preprocessor,
         folder,
     )
+
+
+def tower_dtype(settings: Settings, folder: Path) -> torch.dtype:
+    """The dtype of weights and rows. ``auto`` agrees with vLLM's, also on a CPU: bfloat16 for a checkpoint in
+    bfloat16 or float32. Raises CheckpointError."""
+    if settings.dtype != AUTO:
+        dtype: torch.dtype = getattr(torch, settings.dtype)
+        return dtype
+    stated = stated_dtype(read_config(folder))
+    if stated == "float16":
+        log.warning(
+            "the checkpoint is float16, in which the tower does not run: rows are bfloat16",
+            remedy="start the engine with --dtype bfloat16",
+        )
+    elif stated != "bfloat16":
+        log.info("rows are bfloat16, as with an engine's --dtype auto", checkpoint_dtype=stated)
+    return torch.bfloat16
 
 
 def fetched(model: HubId) -> Path:

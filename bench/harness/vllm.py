@@ -61,7 +61,7 @@ class Encoder(Restartable):
             command += ["--arena-bytes", str(64 << 20)]
         if not with_broker:
             index = command.index("--broker-path")
-            del command[index : index + 2]
+            command[index + 1] = ""
         self.run(
             [
                 *("-m", "encoder_service", *command[1:], "--device", self._device, "--dtype", self._dtype),

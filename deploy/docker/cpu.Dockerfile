@@ -54,6 +54,7 @@ ENV PATH=/opt/project/bin:/opt/venv/bin:$PATH \
     MALLOC_TOP_PAD_=268435456 \
     VE_MODEL=/models \
     VE_DEVICE=cpu \
+    VE_BROKER_PATH= \
     VE_LISTEN=0.0.0.0:50051 \
     VE_ADMIN_LISTEN=0.0.0.0:8080 \
     VE_LOG_FORMAT=json

@@ -61,6 +61,7 @@ ENV PATH=/opt/project/bin:/opt/venv/bin:$PATH \
     VE_MODEL=/models \
     VE_DEVICE=cuda:0 \
     VE_DTYPE=bfloat16 \
+    VE_BROKER_PATH= \
     VE_TORCH_THREADS=1 \
     VE_LISTEN=0.0.0.0:50051 \
     VE_ADMIN_LISTEN=0.0.0.0:8080 \

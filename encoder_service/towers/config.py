@@ -8,7 +8,7 @@ published checkpoint have a default. Each family's file (``qwen3_vl.py``, ``moon
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -64,6 +64,17 @@ class Family:
     model_types: tuple[str, ...]
     parse: Callable[[JsonReader], VisionConfig]
     build: Callable[[Any], Tower]
+
+
+def stated_dtype(values: Mapping[str, object]) -> str | None:
+    """The dtype that a config.json states, where transformers and vLLM look for it: for the model, else for
+    the language model, else for the tower. None if it states none."""
+    for section in (values, values.get("text_config"), values.get("vision_config")):
+        if isinstance(section, Mapping):
+            for key in ("dtype", "torch_dtype"):
+                if isinstance(stated := section.get(key), str) and stated != "auto":
+                    return stated.removeprefix("torch.")
+    return None
 
 
 def rope_theta(vision: JsonReader) -> float:

@@ -86,6 +86,7 @@ def serving(environment: dict[str, str], bin_folder: Path, folder: Path) -> Iter
         "VE_ADMIN_LISTEN": admin,
         "VE_DEVICE": "cpu",
         "VE_DTYPE": "float32",
+        "VE_BROKER_PATH": "",
     }
     process = subprocess.Popen(
         [bin_folder / "vision-encoder", "serve"],

@@ -78,6 +78,7 @@ def running(model: Path, device: torch.device, **settings: object) -> Iterator[R
         "dtype": "float32",
         "listen": ("127.0.0.1:0",),
         "admin_listen": "127.0.0.1:0",
+        "broker_path": "",
         "drain_grace_s": 10,
         **settings,
     }

@@ -74,6 +74,7 @@ def small(checkpoints: dict[str, Path]) -> Iterator[ServiceProcess]:
         VE_MAX_MESSAGE_BYTES=str(16 * MIB),
         VE_MAX_QUEUED_BYTES=str(32 * MIB),
         VE_ARENA_BYTES=str(8 * MIB),
+        VE_BROKER_PATH="",
     )
     yield found
     found.end(signal.SIGKILL)

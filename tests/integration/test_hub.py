@@ -46,7 +46,10 @@ def test_what_download_fetched_is_served_offline(fake: FakeHub, tmp_path: Path) 
     assert out.startswith(str(tmp_path))
     assert "fetching vision tensors" in errors
     fake.requests.clear()
-    serve = ("serve", "--model", MODEL, "--device", "cpu", "--listen", "127.0.0.1:0", "--admin-listen", "")
+    serve = (
+        *("serve", "--model", MODEL, "--device", "cpu", "--listen", "127.0.0.1:0", "--admin-listen", ""),
+        *("--broker-path", ""),
+    )
     process = start(fake, tmp_path, *serve, HF_HUB_OFFLINE="1")
     try:
         assert process.stdout is not None
@@ -58,7 +61,11 @@ def test_what_download_fetched_is_served_offline(fake: FakeHub, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    "command", [("download",), ("serve", "--device", "cpu", "--admin-listen", "", "--model")]
+    "command",
+    [
+        ("download",),
+        ("serve", "--broker-path", "", "--listen", "127.0.0.1:0", "--admin-listen", "", "--model"),
+    ],
 )
 def test_a_gated_model_ends_the_command_with_one_sentence(
     fake: FakeHub, tmp_path: Path, command: tuple[str, ...]

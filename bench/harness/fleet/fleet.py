@@ -33,7 +33,14 @@ NUM_PROBES = 3000
 """Fewer would show more keys that move than a bound of 10 % above their share allows, by chance."""
 PROBES_AT_ONCE = 250
 READY_S = 60.0
-SETTINGS = {"device": "cpu", "dtype": "float32", "torch_threads": 1, "ingest_threads": 1, "drain_grace_s": 10}
+SETTINGS = {
+    "device": "cpu",
+    "dtype": "float32",
+    "torch_threads": 1,
+    "ingest_threads": 1,
+    "drain_grace_s": 10,
+    "broker_path": "",
+}
 
 
 class Fleet:

@@ -21,7 +21,7 @@ from vision_encoder.v1 import encoder_pb2 as pb
 def settings(tmp_path_factory: pytest.TempPathFactory) -> Settings:
     path = tmp_path_factory.mktemp("server_info") / "qwen3_5"
     make_checkpoint(path, "qwen3_5", "tiny", 1)
-    return parse_settings(model=path, arena_bytes=1 << 20)
+    return parse_settings(model=path, arena_bytes=1 << 20, broker_path="")
 
 
 def test_shared_memory_is_announced_where_there_is_a_broker(settings: Settings, tmp_path: Path) -> None:

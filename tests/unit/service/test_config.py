@@ -16,10 +16,10 @@ from encoder_service.errors import ConfigurationError
 def test_arguments_win_over_the_environment_over_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VE_DEVICE", "cuda:1")
     monkeypatch.setenv("VE_LISTEN", "0.0.0.0:1, unix:/run/x.sock")
-    settings = parse_settings(model=Path("/m"), device="cpu", dtype=None)
+    settings = parse_settings(model=Path("/m"), device="cpu", playground=None)
     assert settings.device == "cpu"
     assert settings.listen == ("0.0.0.0:1", "unix:/run/x.sock")
-    assert settings.dtype is None
+    assert settings.playground is False
 
 
 def test_a_models_path_with_a_dot_stays_a_folders() -> None:
@@ -40,7 +40,7 @@ def test_every_setting_is_an_option_with_its_unit_bounds_and_default() -> None:
         ("max_patches_per_item", "patches", "(at least 4, default 65536)"),
         ("drain_grace_s", "seconds", "(0 to 3600, default 20.0)"),
         ("max_calls", "number", "(1 to 1000000, default 4096)"),
-        ("dtype", "float32|bfloat16", "on the CPU."),
+        ("dtype", "auto|float32|bfloat16", "(default auto)"),
         ("listen", "value,...", "(default 127.0.0.1:50051)"),
         ("isolated_namespaces", "name=value,...", "comma separated."),
         ("reflection", None, "(default true)"),
@@ -103,7 +103,7 @@ print(sorted({{"torch", "pydantic_settings"}} & set(sys.modules)))
         ({"max_queued_bytes": 1 << 20}, "max_message_bytes 268435456 is above max_queued_bytes 1048576"),
         ({"broker_path": "run/broker.sock"}, "'run/broker.sock' is no absolute path"),
         ({"broker_path": "/" + "n" * 107}, "at most 107 bytes"),
-        ({"isolated_namespaces": "a=1048576"}, "set broker_path"),
+        ({"broker_path": "", "isolated_namespaces": "a=1048576"}, "set broker_path"),
         ({"broker_path": "/b", "isolated_namespaces": "a=1048576"}, "need tokens: set tokens_file"),
         (
             {"broker_path": "/b", "isolated_namespaces": "a=1048575", "tokens_file": "t"},
@@ -116,7 +116,7 @@ print(sorted({{"torch", "pydantic_settings"}} & set(sys.modules)))
         ({"isolated_namespaces": "a=1048576,a=1048576"}, "'a' is not one name=value"),
         ({"broker_mode": "9"}, "broker_mode"),
         (
-            {"broker_path": "/b", "device_arena_bytes": 2_097_152},
+            {"broker_path": "/b", "device": "cpu", "device_arena_bytes": 2_097_152},
             "2097152 bytes of device arenas are a GPU's memory, device is cpu",
         ),
         ({"tls_cert": "c.pem"}, "tls_cert and tls_key are set together"),
@@ -125,9 +125,12 @@ print(sorted({{"torch", "pydantic_settings"}} & set(sys.modules)))
         ({"admin_token": ""}, "admin_token is empty"),
         ({"shm_prefixes": "ab"}, "shm_prefixes has 'ab'"),
         ({"url_networks": "10.0.0.1/8"}, "has host bits set"),
-        ({"device_arena_bytes": 2_097_152}, "device_arena_bytes is memory that a broker hands out"),
         (
-            {"broker_path": "/b", "isolated_namespaces": "a=1048576+1048576", "tokens_file": "t"},
+            {"broker_path": "", "device_arena_bytes": 2_097_152},
+            "device_arena_bytes is memory that a broker hands out",
+        ),
+        (
+            {"device": "cpu", "isolated_namespaces": "a=1048576+1048576", "tokens_file": "t"},
             "1048576 bytes of device arenas are a GPU's memory, device is cpu",
         ),
         (

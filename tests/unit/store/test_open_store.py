@@ -23,7 +23,7 @@ def opened(folder: Path, **given: object) -> EmbeddingStore:
 
 
 def test_without_a_broker_the_store_is_private(tmp_path: Path) -> None:
-    store = opened(tmp_path, arena_bytes=MIB)
+    store = opened(tmp_path, arena_bytes=MIB, broker_path="")
     ((namespace, arena),) = store.arenas()
     assert namespace is None
     assert arena.kind == "host"
