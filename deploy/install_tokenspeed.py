@@ -37,7 +37,7 @@ def main() -> None:
         raise SystemExit(f"Mooncake needs {error.args[0]}: apt-get install libibverbs1") from None
     install_torch_release()
     install("--no-deps", *PINNED)
-    install(f"torch=={importlib.metadata.version('torch')}", *BESIDE, "-e", f"{ROOT}[engines]")
+    install(f"torch=={importlib.metadata.version('torch')}", *BESIDE, "-e", f"{ROOT}[serve,test]")
     import imageio_ffmpeg
 
     link = Path(sysconfig.get_path("scripts")) / "ffmpeg"

@@ -52,7 +52,9 @@ def test_hadolint_finds_nothing(dockerfile: Path) -> None:
 
 
 def test_torch_is_of_the_projects_range_and_built_for_the_image(dockerfile: Path) -> None:
-    (allowed,) = (text for text in PROJECT["project"]["dependencies"] if text.startswith("torch"))
+    (allowed,) = (
+        text for text in PROJECT["project"]["optional-dependencies"]["serve"] if text.startswith("torch")
+    )
     (install,) = (text for text in arguments_of(dockerfile, "RUN") if "torch==" in text)
     (pin,) = re.findall(r"torch==([\d.]+)", install)
     assert Requirement(allowed).specifier.contains(pin)
