@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from encoder_service import __version__
 from encoder_service.config import parse_settings
 from tests.programs import program
 
@@ -73,6 +74,16 @@ def test_everything_the_wheel_needs_is_copied_and_sent_to_the_builder(dockerfile
     for source in copied:
         assert (ROOT / source).exists(), source
         assert any(fnmatch.fnmatch(source, pattern) for pattern in sent), f"{source} is ignored"
+
+
+def test_label_and_commands_have_the_projects_version(dockerfile: Path) -> None:
+    label = dict(
+        pair.split("=", 1) for text in arguments_of(dockerfile, "LABEL") for pair in shlex.split(text)
+    )
+    assert label["org.opencontainers.image.version"] == __version__
+    for document in (dockerfile, *(ROOT / "docs").glob("*.md")):
+        named = set(re.findall(r"vision-encoder:(\d[\d.]*)-", document.read_text()))
+        assert named <= {__version__}, document.name
 
 
 def test_settings_and_ports_are_the_services(dockerfile: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -134,7 +134,7 @@ def installed(archive: Path, environment: Path) -> Path:
     if archive.suffix == ".whl":
         for name in with_requirements(PROJECT["dependencies"]):
             for top in {file.parts[0] for file in importlib.metadata.files(name) or ()} - {".."}:
-                (site / top).symlink_to(importlib.metadata.distribution(name).locate_file(top))
+                (site / top).symlink_to(str(importlib.metadata.distribution(name).locate_file(top)))
     else:
         (site / "requirements.pth").write_text(str(importlib.metadata.distribution("pip").locate_file("")))
     pip = (sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-index", "--no-deps")
