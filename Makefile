@@ -8,6 +8,8 @@ PYTEST_WORKERS ?= 2
 GPU_WORKERS ?= $$((gpus > 1 ? 10 : 8))
 # What `make test` and `make test-all` run: folders or files.
 TESTS ?= tests
+# With NEWEST=1 the tests of vLLM and SGLang install their newest releases in place of the pinned ones.
+NEWEST ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -25,7 +27,7 @@ CHECKPOINT := build/checkpoints/qwen3_vl-small
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup test test-all test-long test-engines test-engines-all test-sglang test-sglang-all test-tokenspeed test-fleet test-gpu lint proto proto-check bench bench-transport bench-serve bench-fleet demo serve fleet clean
+.PHONY: help setup test test-all test-long test-engines test-engines-all test-sglang test-sglang-all test-tokenspeed test-fleet test-gpu lint format proto proto-check engine-pins bench bench-transport bench-serve bench-fleet demo serve fleet clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -54,7 +56,7 @@ test-long: $(STAMP) ## Run only the long ones of these
 
 $(ENGINES_STAMP): pyproject.toml deploy/install_engines.py deploy/install.py
 	@test -x $(ENGINES_VENV)/bin/python || $(PYTHON) -m venv $(ENGINES_VENV)
-	$(ENGINES_VENV)/bin/python deploy/install_engines.py
+	$(ENGINES_VENV)/bin/python deploy/install_engines.py $(if $(NEWEST),--newest)
 	@touch $@
 
 # Each worker has servers of its own. A start takes one core for a minute, and two gigabytes.
@@ -68,7 +70,7 @@ test-engines-all: $(ENGINES_STAMP) ## The same with every family, data paralleli
 
 $(SGLANG_STAMP): pyproject.toml deploy/install_sglang.py deploy/install_engines.py deploy/install.py
 	@test -x $(SGLANG_VENV)/bin/python || $(PYTHON) -m venv $(SGLANG_VENV)
-	$(SGLANG_VENV)/bin/python deploy/install_sglang.py
+	$(SGLANG_VENV)/bin/python deploy/install_sglang.py $(if $(NEWEST),--newest)
 	@touch $@
 
 # An SGLang server of each worker: a start takes one core and two gigabytes.
@@ -110,12 +112,23 @@ lint: $(STAMP) proto-check ## Ruff, mypy, budgets, import direction, generated c
 	$(BIN)/python -m mypy
 	$(BIN)/python tests/budgets.py
 	PYTHONPATH=.:proto $(BIN)/lint-imports
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-issue-forms .github/ISSUE_TEMPLATE/bug.yml .github/ISSUE_TEMPLATE/feature.yml
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-issue-config .github/ISSUE_TEMPLATE/config.yml
+	$(BIN)/pre-commit validate-config
+
+format: $(STAMP) ## Reformat the code, and mend what ruff can mend
+	$(BIN)/python -m ruff check --fix
+	$(BIN)/python -m ruff format
 
 proto: ## Regenerate the code of encoder.proto
 	PYTHON=$(PYTHON) proto/generate.sh
 
 proto-check: ## Fail when the committed generated code is not what encoder.proto gives
 	PYTHON=$(PYTHON) proto/check.sh
+
+engine-pins: $(STAMP) ## Record what environments of the newest vLLM, SGLang and LMDeploy have (metadata only)
+	$(BIN)/python deploy/engine_pins.py
 
 # The recorded measurements on a GPU; without one the smallest tower, as a check that the program runs.
 bench: $(STAMP) ## Measure the towers

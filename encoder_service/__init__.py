@@ -1,3 +1,3 @@
 """Vision encoder service: images in, visual tokens out, addressed by content."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

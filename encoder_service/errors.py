@@ -236,3 +236,11 @@ class MismatchedTensors(CheckpointError):
 
 class UninitialisedTensors(CheckpointError):
     reason = "UNINITIALISED_TENSORS"
+
+
+def missing_module(error: ModuleNotFoundError) -> str:
+    """The sentence for a command whose packages are not installed."""
+    return (
+        f"the module {error.name} is not installed; the commands and the service need the extra serve: "
+        "pip install '.[serve]' in a checkout"
+    )

@@ -1,6 +1,6 @@
 """Client of the vision encoder service: sends images and clips, returns validated rows to any LLM engine.
 
-Importing this package imports grpcio, protobuf and numpy. torch is imported only when a tensor is requested.
+Importing this package imports grpcio, protobuf, numpy and blake3; torch only when a tensor is requested.
 Other modules: ``keys`` derives embedding keys; ``splice``, ``placeholders``, ``mrope`` and ``rotary`` build
 a prefill; ``testing`` has a fake server for users' tests; ``engines`` has one module per engine."""
 
@@ -98,4 +98,4 @@ __all__ = [
     "check_rows",
 ]
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -1,9 +1,9 @@
 # syntax=docker/dockerfile:1
 # The service on the CPU. Build from the repository's root:
-#   docker build -f deploy/docker/cpu.Dockerfile -t vision-encoder:0.1.0-cpu .
+#   docker build -f deploy/docker/cpu.Dockerfile -t vision-encoder:0.2.0-cpu .
 # Runs as an unprivileged user on a read-only root file system and writes to /tmp and /run/vision-encoder only:
 #   docker run --read-only --tmpfs /tmp --tmpfs /run/vision-encoder:uid=65532,gid=65532,mode=0750 \
-#     -v /path/to/checkpoint:/models:ro -p 50051:50051 -p 8080:8080 vision-encoder:0.1.0-cpu
+#     -v /path/to/checkpoint:/models:ro -p 50051:50051 -p 8080:8080 vision-encoder:0.2.0-cpu
 
 FROM python:3.12.12-slim-bookworm AS packages
 WORKDIR /src
@@ -12,10 +12,10 @@ ENV PATH=/opt/venv/bin:$PATH
 # torch first and by itself: this layer is large and changes rarely.
 RUN pip install --no-cache-dir --index-url https://download.pytorch.org/whl/cpu torch==2.13.0
 COPY pyproject.toml ./
-# The project's requirements with traces, ZMQ and Mooncake, without its code: while only code changes, nodes keep this layer, which
+# The service's requirements with traces and Mooncake, without its code: while only code changes, nodes keep this layer, which
 # is nearly all of the image. Nothing is installed or compiled in the final image: pip, torch's headers and tests go.
 RUN python -c "import tomllib; project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
-    extras = 'otel,sglang,tokenspeed'.split(','); \
+    extras = 'serve,otel,tokenspeed'.split(','); \
     print(*project['dependencies'], *sum((project['optional-dependencies'][extra] for extra in extras), []), sep='\n')" \
     > needs.txt \
     && pip install --no-cache-dir -r needs.txt \
@@ -39,7 +39,7 @@ RUN apt-get update \
 COPY --from=packages /opt/venv /opt/venv
 COPY --from=project /opt/project /opt/project
 LABEL org.opencontainers.image.title="vision-encoder" \
-    org.opencontainers.image.version="0.1.0" \
+    org.opencontainers.image.version="0.2.0" \
     org.opencontainers.image.licenses="Apache-2.0"
 RUN install -d -o 65532 -g 65532 -m 0750 /run/vision-encoder
 # glibc returns large blocks to the kernel at every free, and each new one faults in page by page; kept blocks

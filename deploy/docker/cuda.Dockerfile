@@ -1,11 +1,11 @@
 # syntax=docker/dockerfile:1
 # The service on one NVIDIA GPU. Build from the repository's root:
-#   docker build -f deploy/docker/cuda.Dockerfile -t vision-encoder:0.1.0-cuda .
+#   docker build -f deploy/docker/cuda.Dockerfile -t vision-encoder:0.2.0-cuda .
 # torch brings the CUDA libraries; the host brings the driver through the NVIDIA container toolkit. Runs as an
 # unprivileged user on a read-only root file system and writes to /tmp and /run/vision-encoder only:
 #   docker run --gpus device=0 --read-only --tmpfs /tmp:exec \
 #     --tmpfs /run/vision-encoder:uid=65532,gid=65532,mode=0750 \
-#     -v /path/to/checkpoint:/models:ro -p 50051:50051 -p 8080:8080 vision-encoder:0.1.0-cuda
+#     -v /path/to/checkpoint:/models:ro -p 50051:50051 -p 8080:8080 vision-encoder:0.2.0-cuda
 
 FROM python:3.12.12-slim-bookworm AS packages
 WORKDIR /src
@@ -14,11 +14,11 @@ ENV PATH=/opt/venv/bin:$PATH
 # torch first and by itself: this layer is large and changes rarely.
 RUN pip install --no-cache-dir torch==2.13.0
 COPY pyproject.toml ./
-# The project's requirements with rows in shared device memory, flash-attn 4, quack, traces, ZMQ and Mooncake, without its code:
+# The service's requirements with rows in shared device memory, flash-attn 4, quack, traces and Mooncake, without its code:
 # while only code changes, nodes keep this layer, which is nearly all of the image. Nothing is installed into the
 # final image: pip and torch's tests go.
 RUN python -c "import tomllib; project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
-    extras = 'cuda,fa4,otel,sglang,tokenspeed'.split(','); \
+    extras = 'serve,cuda,fa4,otel,tokenspeed'.split(','); \
     print(*project['dependencies'], *sum((project['optional-dependencies'][extra] for extra in extras), []), sep='\n')" \
     > needs.txt \
     && pip install --no-cache-dir -r needs.txt \
@@ -42,7 +42,7 @@ RUN apt-get update \
 COPY --from=packages /opt/venv /opt/venv
 COPY --from=project /opt/project /opt/project
 LABEL org.opencontainers.image.title="vision-encoder" \
-    org.opencontainers.image.version="0.1.0" \
+    org.opencontainers.image.version="0.2.0" \
     org.opencontainers.image.licenses="Apache-2.0"
 RUN install -d -o 65532 -g 65532 -m 0750 /run/vision-encoder
 # glibc returns large blocks to the kernel at every free, and each new one faults in page by page; kept blocks

@@ -16,7 +16,7 @@ from encoder_service.cli.checkpoints import download, make_checkpoint
 from encoder_service.cli.encode import encode
 from encoder_service.cli.info import health, info
 
-__all__ = ["app", "main"]
+__all__ = ["app"]
 
 
 class Commands(TyperGroup):
@@ -44,8 +44,3 @@ app = typer.Typer(
 )
 for command in (encode, info, health, download, make_checkpoint):
     app.command()(command)
-
-
-def main() -> None:
-    """The console script."""
-    app()

@@ -46,7 +46,7 @@ def serve(**options: Any) -> None:
     Every option can also come from the environment: --max-calls as VE_MAX_CALLS. Several values are separated
     by commas, or the option is repeated."""
     from encoder_service.config import parse_settings
-    from encoder_service.errors import StartupError
+    from encoder_service.errors import StartupError, missing_module
     from encoder_service.ops.logs import configure_logs, never_wait
 
     try:
@@ -57,6 +57,8 @@ def serve(**options: Any) -> None:
         code = asyncio.run(run(settings, announce))
     except StartupError as error:
         leave(EXIT_CANNOT_START, f"vision-encoder: cannot start: {error.message}")
+    except ModuleNotFoundError as error:
+        leave(EXIT_CANNOT_START, f"vision-encoder: cannot start: {missing_module(error)}")
     except Exception:
         leave(EXIT_FAILED, traceback.format_exc())
     leave(code)

@@ -53,7 +53,7 @@ def _otlp_provider(version: str) -> TracerProvider:
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError as error:
         raise ConfigurationError(
-            f"traces need the extra otel (pip install 'vision-encoder[otel]'): {error}"
+            f"traces need the extra otel (pip install '.[serve,otel]' in a checkout): {error}"
         ) from None
     resource = Resource.create({SERVICE_VERSION: version})
     if str(resource.attributes.get(SERVICE_NAME, "")).startswith("unknown_service"):

@@ -1,7 +1,7 @@
 """Sends ZMQ messages to the hosts that a request names, if those hosts may receive rows.
 
 Owns the rule which hosts may receive, and the limits on concurrent sends. Used by the servers of other
-systems' protocols (``sglang``, ``tokenspeed``). Needs pyzmq, which is optional.
+systems' protocols (``sglang``, ``tokenspeed``).
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ import socket
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 from weakref import WeakValueDictionary
+
+import zmq
+import zmq.asyncio
 
 from encoder_service.errors import (
     ConfigurationError,
@@ -113,18 +116,7 @@ class Sender:
     ``MAX_SENDS``.
     """
 
-    def __init__(self, system: str, timeout_s: float) -> None:
-        """system: names the setting ``serve_<system>`` and the extra to install. Raises ConfigurationError if
-        pyzmq is not installed."""
-        try:
-            import zmq
-            import zmq.asyncio
-        except ModuleNotFoundError as error:
-            raise ConfigurationError(
-                f"serve_{system} needs {error.name}, which is not installed: "
-                f"pip install 'vision-encoder[{system}]'"
-            ) from None
-        self._zmq = zmq
+    def __init__(self, timeout_s: float) -> None:
         self._context = zmq.asyncio.Context()
         self._permits = asyncio.Semaphore(MAX_SENDS)
         # By host and by endpoint. An entry lasts as long as a send refers to it.
@@ -138,15 +130,15 @@ class Sender:
     def bind_puller(self, host: str, port: int, max_part_bytes: int) -> tuple[Any, int]:
         """A socket that receives messages at an IP address, and its port. port: 0 for any. max_part_bytes: a
         peer that sends a longer part is disconnected. Raises ConfigurationError."""
-        puller = self._context.socket(self._zmq.PULL)
-        for option, value in ((self._zmq.MAXMSGSIZE, max_part_bytes), (self._zmq.IPV6, 1)):
+        puller = self._context.socket(zmq.PULL)
+        for option, value in ((zmq.MAXMSGSIZE, max_part_bytes), (zmq.IPV6, 1)):
             puller.setsockopt(option, value)
         try:
             puller.bind(f"tcp://{host}:{port or '*'}")
-        except self._zmq.ZMQError as error:
+        except zmq.ZMQError as error:
             puller.close()
             raise ConfigurationError(f"cannot listen on {host}:{port}: {error}") from None
-        return puller, int(puller.getsockopt_string(self._zmq.LAST_ENDPOINT).rpartition(":")[2])
+        return puller, int(puller.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
 
     async def push(self, endpoint: str, frames: Sequence[bytes | memoryview]) -> None:
         """Returns once the message is written to the receiver's connection. The memory of the frames is not
@@ -163,11 +155,10 @@ class Sender:
                 f"the receiver at {endpoint} did not take {sum(map(len, frames))} bytes within "
                 f"{self._timeout_s} s"
             ) from None
-        except self._zmq.ZMQError as error:  # for example too many sockets
+        except zmq.ZMQError as error:  # for example too many sockets
             raise TransportUnavailable(f"nothing can be sent to {endpoint}: {error}") from None
 
     async def _push(self, endpoint: str, frames: Sequence[bytes | memoryview]) -> None:
-        zmq = self._zmq
         pusher = self._context.socket(zmq.PUSH)
         linger_ms = 0
         try:

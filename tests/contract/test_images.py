@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from encoder_service import __version__
 from encoder_service.config import parse_settings
 from tests.programs import program
 
@@ -52,7 +53,9 @@ def test_hadolint_finds_nothing(dockerfile: Path) -> None:
 
 
 def test_torch_is_of_the_projects_range_and_built_for_the_image(dockerfile: Path) -> None:
-    (allowed,) = (text for text in PROJECT["project"]["dependencies"] if text.startswith("torch"))
+    (allowed,) = (
+        text for text in PROJECT["project"]["optional-dependencies"]["serve"] if text.startswith("torch")
+    )
     (install,) = (text for text in arguments_of(dockerfile, "RUN") if "torch==" in text)
     (pin,) = re.findall(r"torch==([\d.]+)", install)
     assert Requirement(allowed).specifier.contains(pin)
@@ -71,6 +74,16 @@ def test_everything_the_wheel_needs_is_copied_and_sent_to_the_builder(dockerfile
     for source in copied:
         assert (ROOT / source).exists(), source
         assert any(fnmatch.fnmatch(source, pattern) for pattern in sent), f"{source} is ignored"
+
+
+def test_label_and_commands_have_the_projects_version(dockerfile: Path) -> None:
+    label = dict(
+        pair.split("=", 1) for text in arguments_of(dockerfile, "LABEL") for pair in shlex.split(text)
+    )
+    assert label["org.opencontainers.image.version"] == __version__
+    for document in (dockerfile, *(ROOT / "docs").glob("*.md")):
+        named = set(re.findall(r"vision-encoder:(\d[\d.]*)-", document.read_text()))
+        assert named <= {__version__}, document.name
 
 
 def test_settings_and_ports_are_the_services(dockerfile: Path, monkeypatch: pytest.MonkeyPatch) -> None:

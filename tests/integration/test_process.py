@@ -184,7 +184,7 @@ def slow_service(
 ) -> Iterator[subprocess.Popen[str]]:
     """It ends with the test, however that ends: to leave a process alone is to wait for it."""
     with subprocess.Popen(
-        [sys.executable, "-c", f"{code}\nfrom encoder_service.cli import main\nmain()", "serve",
+        [sys.executable, "-c", f"{code}\nfrom encoder_service.cli import app\napp()", "serve",
          "--model", str(checkpoint), "--device", str(device),
          "--listen", "127.0.0.1:0", "--admin-listen", "", *FEW_GRAPHS, *arguments],
         env=ENV | {"VE_INGEST_THREADS": str(ingest_threads)},

@@ -100,10 +100,9 @@ class SglangServer:
         admission: Admission,
     ) -> None:
         """not_ready_because: why the service takes no work now, or None. admission: the service's limit
-        on the content of calls in progress; bodies, fetched content and rows of requests count in it. Raises
-        ConfigurationError if pyzmq is not installed."""
+        on the content of calls in progress; bodies, fetched content and rows of requests count in it."""
         self._metrics, self._not_ready_because = metrics, not_ready_because
-        self._sender = Sender("sglang", SEND_TIMEOUT_S)
+        self._sender = Sender(SEND_TIMEOUT_S)
         self._allowed = AllowedReceivers("sglang_receivers", settings.sglang_receivers)
         self._registration = Registration(settings.sglang_register, settings.sglang_url)
         self._backend: Backend | None = None

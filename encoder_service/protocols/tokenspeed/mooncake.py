@@ -68,7 +68,7 @@ class Engines:
         except ImportError as error:
             raise ConfigurationError(
                 f"serve_tokenspeed needs Mooncake, which does not load: {error}; "
-                "pip install 'vision-encoder[tokenspeed]', and the system's libibverbs1"
+                "pip install '.[serve,tokenspeed]' in a checkout, and the system's libibverbs1"
             ) from None
         self._new_engine: Callable[[], Engine] = TransferEngine
         self._devices = settings.tokenspeed_rdma

@@ -205,12 +205,12 @@ class TokenSpeedServer:
         admission: Admission,
     ) -> None:
         """not_ready_because: why the service takes no work now, or None. admission: the service's limit
-        on the content of calls in progress. Raises ConfigurationError where pyzmq is not installed."""
+        on the content of calls in progress."""
         self.address = ""
         self.app = Starlette(routes=[Route("/route", self._route)])
         self._settings, self._metrics = settings, metrics
         self._not_ready_because = not_ready_because
-        self._sender = Sender("tokenspeed", SEND_TIMEOUT_S)
+        self._sender = Sender(SEND_TIMEOUT_S)
         self._admission = admission
         self._gate = CallGate(
             NamespaceTokens(), CallPermits(settings.max_calls), admission, settings.max_message_bytes

@@ -305,7 +305,7 @@ def test_refused_messages_are_counted_and_one_a_second_is_logged(rig: Rig) -> No
 
 async def test_p46_messages_without_end_leave_the_loop_to_others(rig: Rig) -> None:
     """Also one message with very many parts, of which the first are kept."""
-    sender = Sender("tokenspeed", 1.0)
+    sender = Sender(1.0)
     puller, port = sender.bind_puller("127.0.0.1", 0, 256)
     with zmq.Context() as context, context.socket(zmq.PUSH) as pusher:
         pusher.connect(f"tcp://127.0.0.1:{port}")
@@ -394,7 +394,7 @@ async def test_p46_ranks_of_failed_rooms_start_a_bounded_number_of_tasks(
 
 
 async def test_a_status_that_nobody_takes_is_counted() -> None:
-    statuses, refused = Sender("tokenspeed", 0.1), Counter[str]()
+    statuses, refused = Sender(0.1), Counter[str]()
     sender: Any = RankSender(statuses, None, refused)  # type: ignore[arg-type]
     sender.send_status(rank(ROOM, "127.0.0.1", port=1), SUCCESS)
     await sender.finish(10.0)

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import gc
 import socket
-import sys
 from collections.abc import AsyncIterator
 
 import pytest
@@ -14,12 +13,7 @@ import zmq
 import zmq.asyncio
 
 from bench.harness.waiting import PATIENCE_S
-from encoder_service.errors import (
-    ConfigurationError,
-    InvalidRequest,
-    PermissionDenied,
-    TransportUnavailable,
-)
+from encoder_service.errors import InvalidRequest, PermissionDenied, TransportUnavailable
 from encoder_service.protocols.zmq_push import AllowedReceivers, Sender
 
 MODULE = "encoder_service.protocols.zmq_push"
@@ -85,12 +79,6 @@ def test_a_receiver_is_an_address_and_a_port(url: str, text: str) -> None:
 # -- sending -------------------------------------------------------------------------------------------
 
 
-def test_without_pyzmq_the_start_fails_and_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "zmq", None)
-    with pytest.raises(ConfigurationError, match=r"needs zmq.*vision-encoder\[sglang\]"):
-        Sender("sglang", 1.0)
-
-
 @contextlib.asynccontextmanager
 async def pulling(host: str = "127.0.0.1") -> AsyncIterator[tuple[zmq.asyncio.Socket, str]]:
     """A receiver and its endpoint."""
@@ -102,7 +90,7 @@ async def pulling(host: str = "127.0.0.1") -> AsyncIterator[tuple[zmq.asyncio.So
 @pytest.mark.anyio
 async def test_p46_a_receiver_that_never_answers_costs_its_time_and_no_socket() -> None:
     """A listener that takes the connection and says nothing."""
-    sender = Sender("sglang", 0.2)
+    sender = Sender(0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         with pytest.raises(TransportUnavailable, match=r"did not take 5 bytes within 0.2 s"):
             await sender.push(f"tcp://127.0.0.1:{silent.getsockname()[1]}", [b"head", b"r"])
@@ -128,7 +116,7 @@ async def test_p46_a_port_that_takes_nothing_leaves_permits_for_others(
         gc.collect()
         return sum(type(entry) is asyncio.Semaphore for entry in gc.get_objects())
 
-    sender = Sender("sglang", PATIENCE_S / 6)
+    sender = Sender(PATIENCE_S / 6)
     num_before = num_semaphores()
     async with pulling(live_host) as (receiver, endpoint):
         with contextlib.ExitStack() as stack:
@@ -157,7 +145,7 @@ async def test_p46_a_port_that_takes_nothing_leaves_permits_for_others(
 async def test_messages_larger_than_what_the_kernel_takes_at_once_come_whole() -> None:
     """Several at a time; each connection ends as soon as its message has left."""
     rows = memoryview(bytes(range(256)) * (1 << 16))
-    sender = Sender("sglang", 30.0)
+    sender = Sender(30.0)
     async with pulling() as (receiver, endpoint):
         with receiver.get_monitor_socket(zmq.EVENT_DISCONNECTED) as monitor:
             async with asyncio.TaskGroup() as group:
