@@ -1,5 +1,5 @@
 # vLLM with the plugin, which lets it run without its vision tower. Build from the repository's root:
-#   docker build -f deploy/docker/vllm.Dockerfile -t vision-encoder:vllm .
+#   docker build -f deploy/docker/vllm.Dockerfile -t vision-encoder:0.2.0-vllm .
 # Every command of vllm/vllm-openai works; docs/vllm.md has the arguments that name the encoder.
 
 FROM vllm/vllm-openai:v0.32.0

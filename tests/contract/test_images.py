@@ -19,7 +19,9 @@ from tests.programs import program
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 DOCKERFILES = sorted((ROOT / "deploy" / "docker").glob("*.Dockerfile"))
-pytestmark = pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda path: path.name)
+of_the_service = pytest.mark.parametrize(
+    "dockerfile", [path for path in DOCKERFILES if path.stem != "vllm"], ids=lambda path: path.stem
+)
 
 
 def instructions(dockerfile: Path) -> list[tuple[str, str]]:
@@ -45,6 +47,7 @@ def environment_of(dockerfile: Path) -> dict[str, str]:
     return dict(pair.split("=", 1) for pair in pairs)
 
 
+@pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda path: path.stem)
 def test_hadolint_finds_nothing(dockerfile: Path) -> None:
     # Versions of the distribution's compiler are the pinned base image's; pyproject.toml bounds the packages.
     command = [program("hadolint"), "--no-color", "--ignore=DL3008", "--ignore=DL3013", str(dockerfile)]
@@ -52,6 +55,7 @@ def test_hadolint_finds_nothing(dockerfile: Path) -> None:
     assert ended.returncode == 0, ended.stdout
 
 
+@of_the_service
 def test_torch_is_of_the_projects_range_and_built_for_the_image(dockerfile: Path) -> None:
     (allowed,) = (
         text for text in PROJECT["project"]["optional-dependencies"]["serve"] if text.startswith("torch")
@@ -62,6 +66,7 @@ def test_torch_is_of_the_projects_range_and_built_for_the_image(dockerfile: Path
     assert ("/whl/cpu" in install) == (dockerfile.name == "cpu.Dockerfile")
 
 
+@of_the_service
 def test_everything_the_wheel_needs_is_copied_and_sent_to_the_builder(dockerfile: Path) -> None:
     sent = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line[:1] == "!"]
     copies = [shlex.split(text)[:-1] for text in arguments_of(dockerfile, "COPY") if "--from=" not in text]
@@ -76,6 +81,7 @@ def test_everything_the_wheel_needs_is_copied_and_sent_to_the_builder(dockerfile
         assert any(fnmatch.fnmatch(source, pattern) for pattern in sent), f"{source} is ignored"
 
 
+@of_the_service
 def test_label_and_commands_have_the_projects_version(dockerfile: Path) -> None:
     label = dict(
         pair.split("=", 1) for text in arguments_of(dockerfile, "LABEL") for pair in shlex.split(text)
@@ -86,6 +92,7 @@ def test_label_and_commands_have_the_projects_version(dockerfile: Path) -> None:
         assert named <= {__version__}, document.name
 
 
+@of_the_service
 def test_settings_and_ports_are_the_services(dockerfile: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in environment_of(dockerfile).items():
         if name.startswith("VE_"):
