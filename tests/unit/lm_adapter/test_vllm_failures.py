@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import secrets
 import socket
@@ -118,16 +117,6 @@ def test_a_report_to_nobody_is_logged_and_dropped(
     with caplog.at_level("WARNING", "vllm.vision_encoder"):
         send_report(f"{failures.name}-of-nobody", "chatcmpl-1", ERROR)
     assert "does not learn why request chatcmpl-1 failed" in caplog.text
-
-
-def test_p32_many_requests_may_fail_at_once(failures: Failures, monkeypatch: pytest.MonkeyPatch) -> None:
-    """More than the kernel keeps for a socket. A thread of the sender's sends those that find no room."""
-    monkeypatch.setattr(failures_module, "SEND_S", PATIENCE_S)
-    request_ids = [f"chatcmpl-{number:06}" for number in range(MAX_KEPT // 2)]
-    for request_id in request_ids:
-        send_report(failures.name, request_id, ERROR)
-    for request_id in request_ids:
-        wait_until(functools.partial(failures.take, request_id), "the reason")
 
 
 @pytest.fixture
