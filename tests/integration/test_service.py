@@ -19,7 +19,6 @@ from bench.harness.waiting import wait_until
 from encoder_service.engine.device import DeviceEngine
 from encoder_service.engine.launch import Launched, TowerLauncher
 from encoder_service.errors import ConfigurationError, StartupError
-from encoder_service.types import EncodedItem, Item
 from lm_adapter import (
     CacheTier,
     EncodedRows,
@@ -93,30 +92,6 @@ def test_p31_rows_are_the_same_alone_and_in_any_batch(client: VisionEncoderClien
         assert other.tier is CacheTier.MISS
         difference = np.linalg.norm(one.numpy() - other.numpy()) / np.linalg.norm(one.numpy())
         assert difference < 1e-5
-
-
-def test_a_defect_in_one_prefetched_item_is_that_items(
-    service: RunningService, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pipeline = service.service.pipeline
-    assert pipeline is not None
-    prefetch = pipeline.prefetch
-
-    async def defective(item: Item, **fields: Any) -> EncodedItem:
-        if item.content_digest is not None:
-            raise RuntimeError("a defect")
-        return await prefetch(item, **fields)
-
-    monkeypatch.setattr(pipeline, "prefetch", defective)
-    data = photo()
-    items = [
-        pb.Item(modality=pb.MODALITY_IMAGE, encoded=data),
-        pb.Item(modality=pb.MODALITY_IMAGE, encoded=data, content_digest=bytes(32)),
-    ]
-    with connected(service) as stub:
-        good, bad = stub.Prefetch(pb.PrefetchRequest(items=items), timeout=30).statuses
-    assert len(good.key) == 32
-    assert bad.failure.reason == "INTERNAL"
 
 
 def test_a_prefetch_until_encoded_says_what_became_of_each_item(service: RunningService) -> None:

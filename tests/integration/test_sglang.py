@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import http.client
 import http.server
 import io
@@ -34,7 +33,7 @@ from encoder_service.protocols.zmq_push import Sender
 from encoder_service.scheduler.admission import Admission
 from lm_adapter import CacheTier, ClipItem, EncodedRows, ImageItem, VisionEncoderClient
 from tests.engines.pictures import clip, data_url
-from tests.integration.conftest import RunningService, running
+from tests.integration.conftest import RunningService, Serve
 from tests.integration.held import wait_until_free
 from tests.integration.images import photo
 from tests.integration.web import Files
@@ -107,7 +106,7 @@ class Served(NamedTuple):
 
 
 @contextlib.contextmanager
-def serving(model: Path, device: torch.device, **settings: object) -> Iterator[Served]:
+def serving(serve: Serve, **settings: object) -> Iterator[Served]:
     servers: list[SglangServer] = []
     attach = SglangServer.attach
 
@@ -118,7 +117,7 @@ def serving(model: Path, device: torch.device, **settings: object) -> Iterator[S
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SglangServer, "attach", record)
         with (
-            running(model, device, serve_sglang="127.0.0.1:0", **settings) as service,
+            serve(serve_sglang="127.0.0.1:0", **settings) as service,
             httpx.Client(
                 base_url=f"http://{service.service.addresses['sglang']}", timeout=PATIENCE_S
             ) as http_client,
@@ -127,10 +126,10 @@ def serving(model: Path, device: torch.device, **settings: object) -> Iterator[S
 
 
 @pytest.fixture(scope="module")
-def shared(checkpoints: dict[str, Path], device: torch.device) -> Iterator[Served]:
+def shared(serve: Serve) -> Iterator[Served]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("encoder_service.protocols.sglang.server.SEND_TIMEOUT_S", SEND_TIMEOUT_S)
-        with serving(checkpoints["qwen3_vl"], device) as served:
+        with serving(serve) as served:
             yield served
 
 
@@ -157,10 +156,6 @@ def message(response: httpx.Response, status: int) -> str:
     assert answer["status"] == "error"
     text: str = answer["message"]
     return text
-
-
-def with_hash(url: str, content: bytes) -> dict[str, str]:
-    return {"url": url, "content_hash": f"sha256:{hashlib.sha256(content).hexdigest()}"}
 
 
 def encoded(served: Served, images: list[bytes], namespace: str) -> list[EncodedRows]:
@@ -214,57 +209,6 @@ def test_clips_come_with_the_times_of_their_steps(served: Served, receiver: Rece
 
 
 # -- identity ------------------------------------------------------------------------------------------
-
-
-def test_p48_a_stated_hash_is_verified_before_anything_is_stored_under_it(
-    served: Served, receiver: Receiver
-) -> None:
-    image, other = photo(), photo()
-    right, wrong = with_hash(data_url(image), image), with_hash(data_url(other), image)
-
-    def refused() -> bool:
-        return right["content_hash"] in message(served.encode([wrong], receiver.port), 400)
-
-    assert refused()
-    encoded = served.service.metric("ve_encoded_items_total")
-    assert served.encode([right], receiver.port).status_code == 200
-    assert served.encode([right], receiver.port).status_code == 200
-    assert served.service.metric("ve_encoded_items_total") == encoded + 1
-    assert refused()
-    assert torch.equal(receiver.message()[1], receiver.message()[1])
-    assert receiver.is_empty()
-
-
-def test_urls_follow_the_services_address_rules(
-    checkpoints: dict[str, Path], device: torch.device, receiver: Receiver, served: Served
-) -> None:
-    """And the limit of the item's kind."""
-    assert "no URLs" in message(served.encode(["https://example.invalid/a.png"], receiver.port), 400)
-    image = photo()
-    with Files({"/image": image, "/large": bytes(len(image) + 1)}) as web:
-        settings = {
-            "url_allow": (web.base,),
-            "url_networks": ("127.0.0.0/8",),
-            "max_encoded_bytes": len(image),
-            "max_clip_bytes": 1024,
-        }
-        with serving(checkpoints["qwen3_vl"], device, **settings) as fetching:
-            url = f"{web.base}/image"
-            for item in (url, with_hash(url, image), with_hash(url, image), data_url(image)):
-                assert fetching.encode([item], receiver.port).status_code == 200
-            rows = [receiver.message()[1] for _ in range(4)]
-            assert all(torch.equal(rows[0], other) for other in rows[1:])
-            assert web.requested == ["/image"] * 2  # not for rows that are held under its hash
-            for path, modality, text in (
-                ("http://169.254.169.254/latest", "IMAGE", "not among those"),
-                (f"{web.base}/none", "IMAGE", "404"),
-                (f"{web.base}/large", "IMAGE", f"{len(image) + 1} bytes, the limit is {len(image)}"),
-                (f"{web.base}/image", "VIDEO", f"{len(image)} bytes, the limit is 1024"),
-            ):
-                assert text in message(fetching.encode([path], receiver.port, modality=modality), 400)
-            other = with_hash(url, b"other content")
-            assert other["content_hash"] in message(fetching.encode([other], receiver.port), 400)
-    assert receiver.is_empty()
 
 
 # -- what is refused -----------------------------------------------------------------------------------
@@ -333,10 +277,10 @@ def test_a_caller_that_hangs_up_ends_its_encode(served: Served) -> None:
 
 
 @pytest.fixture(scope="module")
-def shared_bounded(checkpoints: dict[str, Path], device: torch.device) -> Iterator[Served]:
+def shared_bounded(serve: Serve) -> Iterator[Served]:
     """Takes the rows of one ``plain_picture`` at a time, two requests, and receivers in FOREIGN's network."""
     settings = {"max_queued_bytes": QUEUED_BYTES, "max_message_bytes": QUEUED_BYTES, "max_calls": 2}
-    with serving(checkpoints["qwen3_vl"], device, sglang_receivers=(f"{FOREIGN}/32",), **settings) as served:
+    with serving(serve, sglang_receivers=(f"{FOREIGN}/32",), **settings) as served:
         yield served
 
 
@@ -454,24 +398,6 @@ def test_p46_another_peers_rows_are_not_sent_to_who_names_itself_for_them(
 # -- the service's life --------------------------------------------------------------------------------
 
 
-def test_a_drain_is_answered_503(
-    checkpoints: dict[str, Path], device: torch.device, receiver: Receiver
-) -> None:
-    """Requests in progress end as ever."""
-    with serving(checkpoints["qwen3_vl"], device) as served, Receiver() as other:
-
-        def another() -> httpx.Response:
-            return served.encode([data_url(photo())], other.port)
-
-        assert served.http.get("/health_generate").status_code == 200
-        with encoding(served, [data_url(photo())], receiver, "last"):
-            served.service.loop.call_soon_threadsafe(served.service.service.request_stop)
-            wait_until(lambda: served.http.get("/health").status_code == 503, "a service that is not ready")
-            wait_until(lambda: another().status_code == 503, "the drain")
-            assert "stopping" in message(another(), 503)
-            assert served.http.get("/health_generate").status_code == 503
-
-
 def test_before_the_model_and_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Health is answered 503 until the model is there. A stop that is cut short while sockets are being
     closed holds up neither the loop nor the end of the process."""
@@ -498,15 +424,13 @@ def test_before_the_model_and_at_the_end(monkeypatch: pytest.MonkeyPatch) -> Non
     wait_until(is_closed.is_set, "the end of the sockets")
 
 
-def test_the_service_lists_itself_and_leaves_the_list(
-    checkpoints: dict[str, Path], device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_service_lists_itself_and_leaves_the_list(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     """A bootstrap server that was away gets it again. One that is there is left to its own probes, of which
     tests/sglang/test_bootstrap.py has more."""
     monkeypatch.setattr("encoder_service.protocols.sglang.registration.CHECK_EVERY_S", 0.05)
     with Files({"/health": b""}) as bootstrap:
         settings = {"sglang_register": (bootstrap.base,), "sglang_url": "http://encoder:31000"}
-        with serving(checkpoints["qwen3_vl"], device, **settings):
+        with serving(serve, **settings):
             wait_until(lambda: bootstrap.requested.count("/health") >= 3, "checks of the server")
             assert len(bootstrap.bodies) == 1
             bootstrap.files.clear()

@@ -14,10 +14,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from bench.harness.waiting import wait_until
-from encoder_service.types import EncodedItem, Grid
 from lm_adapter import (
     EncoderError,
     ImageItem,
@@ -68,39 +66,6 @@ def test_rows_of_every_way_are_the_same(sharing: RunningService, shared_kind: st
     assert sharing.metric(f've_deliveries_total{{transport="{shared_kind}"}}') == 4
     assert sharing.service.store is not None
     assert sharing.on_loop(sharing.service.store.num_unread) == 0
-
-
-def test_p21_a_place_is_what_the_arena_says_until_its_eviction(sharing: RunningService) -> None:
-    """By hand: the answer's place, the reader's copy and comparison, the eviction that it finds out."""
-    item = pb.Item(modality=pb.MODALITY_IMAGE, encoded=photo())
-    store = sharing.service.store
-    assert store is not None
-    (arena,) = (arena for _, arena in store.arenas() if arena.kind == "host")
-
-    def evict_all() -> None:
-        rows = torch.empty(arena.capacity_bytes, 1, dtype=torch.uint8, device="meta")
-        whole, reservations = EncodedItem(bytes(32), bytes(32), Grid(1, 2, 2), rows, 0), []
-        while (reservation := store.reserve("", whole)) is not None:
-            reservations.append(reservation)
-        for reservation in reservations:
-            store.cancel(reservation)
-
-    with connected(sharing) as stub:
-        request = pb.EncodeRequest(items=[item], delivery=pb.DELIVERY_HOST)
-        (event,) = stub.Encode(request, timeout=30)
-        result, place = event.result, event.result.place
-        assert (place.arena_id, place.instance) == (arena.arena_id, arena.instance)
-        request = pb.EncodeRequest(items=[item], delivery=pb.DELIVERY_HOST, after_lost_read=True)
-        events = list(stub.Encode(request, timeout=30))
-        assert events[0].result.WhichOneof("rows") == "inline"
-        with reader_of(arena) as reader:
-            copied = reader.data[place.offset_bytes : place.offset_bytes + result.rows_bytes]
-            assert reader.is_current(place.slot_index, place.generation)
-            assert copied == b"".join(event.chunk.data for event in events[1:])
-            sharing.on_loop(evict_all)
-            assert not reader.is_current(place.slot_index, place.generation)
-    assert sharing.metric("ve_reads_lost_total") == 1
-    assert sharing.metric("ve_encodes_repeated_total") == 0
 
 
 def test_p18_isolated_namespaces_have_arenas_of_their_own(

@@ -42,16 +42,6 @@ pytestmark = pytest.mark.anyio
 
 ROOT = Path(__file__).parents[3]
 
-# What a fault does to its item: an outcome of its own, or the end of the call.
-ITEM_FAULTS = {
-    Fault.WRONG_WIDTH: "width",
-    Fault.WRONG_DTYPE: "dtype",
-    Fault.WRONG_LEVELS: "num_deepstack_levels",
-    Fault.WRONG_NUM_ROWS: "num_rows",
-    Fault.WRONG_GRID: "grid_thw",
-    Fault.OTHER_DELIVERY: "delivery",
-    Fault.SHORT_CHUNK: "rows_bytes",
-}
 CALL_FAULTS: dict[Fault, type[CallFailed]] = {
     Fault.MISSING_ITEM: TruncatedStream,
     Fault.MISSING_CHUNK: TruncatedStream,
@@ -94,18 +84,6 @@ def once_it_hangs(fake: FakeEncoder, action: Callable[[], object]) -> threading.
     return thread
 
 
-@pytest.mark.parametrize("fault", ITEM_FAULTS)
-def test_p22_bad_rows_fail_their_item_and_no_other(
-    fake: FakeEncoder, open_client: Open, fault: Fault
-) -> None:
-    fake.script.faults[digest_of(1)] = fault
-    outcomes = open_client().encode([image(index) for index in range(3)])
-    assert isinstance(outcomes[1], InvalidRows)
-    assert outcomes[1].field == ITEM_FAULTS[fault]
-    assert_rows_of(outcomes[0], digest_of(0))
-    assert_rows_of(outcomes[2], digest_of(2))
-
-
 @pytest.mark.parametrize("fault", CALL_FAULTS)
 def test_p33_a_broken_stream_keeps_what_had_arrived(
     fake: FakeEncoder, open_client: Open, fault: Fault
@@ -122,31 +100,20 @@ def test_p33_a_broken_stream_keeps_what_had_arrived(
     assert_rows_of(client.encode_one(image(2)), digest_of(2))
 
 
-def test_p32_a_failed_item_brings_its_reason_at_once(fake: FakeEncoder, open_client: Open) -> None:
-    fake.script.failures[digest_of(1)] = ItemFailed(
-        "the image has 9 patches, at most 8 are taken",
-        reason="IMAGE_TOO_LARGE",
-        status=3,
-        retryable=True,
-        retry_after_ms=120,
-        details={"queued": 9, "allowed": 8},
-    )
+def test_p22_p32_a_failed_item_brings_its_reason_and_no_other_fails(
+    fake: FakeEncoder, open_client: Open
+) -> None:
+    """Rows that break a rule, too: which ones do is in test_client_assembly."""
+    failed = ItemFailed("9 patches, at most 8", reason="IMAGE_TOO_LARGE", status=3, details={"queued": 9})
+    fake.script.failures[digest_of(1)] = failed
+    fake.script.faults[digest_of(3)] = Fault.WRONG_WIDTH
     client = open_client()
-    started = time.monotonic()
-    outcomes = client.encode([image(0), image(1), image(2)])
-    assert time.monotonic() - started < 10, "the client waits for half a minute"
-    failure = outcomes[1]
-    assert isinstance(failure, ItemFailed)
-    assert (failure.reason, failure.status, failure.retryable, failure.retry_after_ms) == (
-        "IMAGE_TOO_LARGE",
-        3,
-        True,
-        120,
-    )
-    assert failure.details == {"queued": "9", "allowed": "8"}
-    assert "9 patches" in str(failure)
-    assert_rows_of(outcomes[0], digest_of(0))
-    assert_rows_of(outcomes[2], digest_of(2))
+    outcomes = client.encode([image(index) for index in range(4)])
+    assert (outcomes[1].reason, outcomes[1].status) == ("IMAGE_TOO_LARGE", 3)
+    assert outcomes[1].details == {"queued": "9"}
+    assert isinstance(outcomes[3], InvalidRows)
+    for index in (0, 2):
+        assert_rows_of(outcomes[index], digest_of(index))
     with pytest.raises(ItemFailed, match="9 patches"):
         client.encode_one(image(1))
     (status,) = client.prefetch([image(1)])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -11,13 +10,11 @@ import pytest
 
 from bench.harness.waiting import wait_until
 from lm_adapter import (
-    AsyncVisionEncoderClient,
-    EncodedRows,
     EncoderOverloaded,
     ItemFailed,
     VisionEncoderClient,
 )
-from lm_adapter.testing import FakeEncoder, Fault
+from lm_adapter.testing import FakeEncoder
 from tests.unit.lm_adapter.conftest import Open
 from tests.unit.lm_adapter.test_client import assert_rows_of, digest_of, image
 
@@ -78,33 +75,6 @@ def test_a_call_that_is_refused_as_a_whole_is_made_again(fake: FakeEncoder, clie
         (outcome,) = getattr(client, called)(argument)
         admitted.result()
     assert not isinstance(outcome, ItemFailed)
-
-
-def test_a_client_that_does_not_wait_fails_at_once(fake: FakeEncoder) -> None:
-    fake.script.failures[digest_of(1)] = FULL
-    with VisionEncoderClient(fake.target, waits=False) as client:
-        for method in (client.encode, client.prefetch):
-            with pytest.raises(EncoderOverloaded, match="queue holds") as caught:
-                method([image(0), image(1)])
-            assert sorted(caught.value.completed) == [0]
-        assert (fake.num_calls["Encode"], fake.num_calls["Prefetch"]) == (1, 1)
-        assert isinstance(client.encode(image(2)), EncodedRows)
-
-
-async def test_max_in_flight_items_are_at_the_service(fake: FakeEncoder) -> None:
-    """The others wait in the client, and keep their order."""
-    for index in range(2):
-        fake.script.faults[digest_of(index)] = Fault.HANG
-    async with AsyncVisionEncoderClient(fake.target, max_in_flight=2) as client:
-        calls = [asyncio.ensure_future(client.encode(image(index))) for index in range(6)]
-        await asyncio.to_thread(wait_until, lambda: fake.num_hanging == 2, "both calls")
-        assert fake.num_calls["Encode"] == 2
-        fake.resume()
-        for index, call in enumerate(calls):
-            assert_rows_of(await call, digest_of(index))
-    digests = [call.request.items[0].content_digest for call in fake.calls if call.method == "Encode"]
-    assert set(digests[:2]) == {digest_of(0), digest_of(1)}
-    assert sorted(digests[2:4]) == sorted([digest_of(2), digest_of(3)])
 
 
 def test_a_long_list_goes_in_calls_of_max_in_flight(fake: FakeEncoder) -> None:

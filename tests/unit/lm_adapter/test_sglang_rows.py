@@ -63,15 +63,6 @@ async def test_rows_of_each_image_in_order(fake: FakeEncoder, reader: RowReader)
     assert rows[0].key == rows[2].key != rows[1].key
 
 
-async def test_p22_rows_that_contradict_the_result_are_refused(fake: FakeEncoder, reader: RowReader) -> None:
-    bad = image(b"\0")
-    fake.script.faults[bad.digest] = Fault.WRONG_WIDTH
-    with pytest.raises(InvalidRows) as refused:
-        await read(reader, [image(b"\1"), bad], [GRID, GRID])
-    assert refused.value.field == "width"
-    assert await read(reader, [image(b"\1")], [GRID])
-
-
 @pytest.mark.parametrize(
     ("geometry", "grid", "words"),
     [
@@ -209,12 +200,6 @@ def test_kimi_has_plain_positions() -> None:
     prompt = ImagePrompt.of([1, 500, 2], [GRID], KIMI)
     assert prompt.ids == [1, *[500] * 6, 2]
     assert prompt.positions is None
-
-
-def test_images_and_placeholders_have_to_match() -> None:
-    """SGLang answers 400 to a ValueError."""
-    with pytest.raises(ValueError, match="placeholders"):
-        ImagePrompt.of([500, 1, 500], [GRID], QWEN)
 
 
 def test_sglangs_own_word_for_an_image() -> None:
