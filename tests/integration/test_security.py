@@ -7,7 +7,6 @@ import secrets
 import shutil
 import ssl
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,7 +35,6 @@ from tests.certificates import Authority
 from tests.integration.conftest import RunningService, Serve, tokens_file
 from tests.integration.health import health_stub
 from tests.integration.images import photo
-from tests.unit.transport.broker_rig import RawClient, hello, socket_folder
 from vision_encoder.v1 import encoder_pb2 as pb
 from vision_encoder.v1 import encoder_pb2_grpc
 
@@ -223,46 +221,6 @@ def test_p18_tokens_of_namespaces(serve: Serve, tmp_path: Path, prompt: None) ->
         tokens_file(tmp_path, f"a={token}", f"b={renewed}")
         wait_until(lambda: answer("b", renewed) is grpc.StatusCode.OK)
         assert answer("b", other) is grpc.StatusCode.UNAUTHENTICATED
-
-
-def test_p68_no_state_of_the_tokens_file_opens_a_namespace(
-    serve: Serve, tmp_path: Path, prompt: None
-) -> None:
-    """Over gRPC, and at the broker for an isolated namespace."""
-    token = secrets.token_urlsafe()
-    file = tokens_file(tmp_path, f"alone={token}", "other=x")
-    image = photo(40, 40)
-    request = pb.EncodeRequest(items=[pb.Item(modality=pb.MODALITY_IMAGE, encoded=image)], namespace="alone")
-    with socket_folder() as folder:
-        given = {
-            "tokens_file": file, "broker_path": str(folder / "s"), "arena_bytes": 1 << 20,
-            "isolated_namespaces": f"alone={1 << 20}",
-        }  # fmt: skip
-        with serve(**given) as found:
-
-            def answer(bearer: str) -> grpc.StatusCode:
-                metadata = [("authorization", f"Bearer {bearer}")] if bearer else []
-                return status_of(found.target, request, *metadata)
-
-            def is_handed_out(bearer: str) -> bool:
-                with RawClient(str(folder / "s"), greet=False) as client:
-                    reply = client.ask(hello=hello(namespace="alone", token=bearer))
-                    return reply.HasField("welcome")
-
-            for text in ("", "# alone\n", f"other=x\nalone={token[:20]}"):
-                file.write_text(text)
-                time.sleep(0.2)
-                for bearer in ("", token[:20]):
-                    assert answer(bearer) is grpc.StatusCode.UNAUTHENTICATED
-                    assert not is_handed_out(bearer)
-                assert answer(token) is grpc.StatusCode.OK
-                assert is_handed_out(token)
-            file.write_text("other=x\n")
-            wait_until(lambda: answer(token) is grpc.StatusCode.UNAUTHENTICATED)
-            for bearer in ("", token):
-                assert answer(bearer) is grpc.StatusCode.UNAUTHENTICATED
-                assert not is_handed_out(bearer)
-            assert answer("x") is grpc.StatusCode.PERMISSION_DENIED
 
 
 def test_closed_namespaces_leave_health_open(serve: Serve, tmp_path: Path) -> None:
