@@ -26,19 +26,20 @@ class Timers:
 
     def __init__(self) -> None:
         self.pauses_s: list[float] = []
-        self._pending: list[asyncio.TimerHandle] = []
+        self._pending: list[tuple[asyncio.TimerHandle, Callable[[], object]]] = []
 
     def call_later(self, delay_s: float, call: Callable[[], object]) -> asyncio.TimerHandle:
         self.pauses_s.append(delay_s)
-        loop = asyncio.get_running_loop()
-        self._pending.append(asyncio.TimerHandle(0.0, call, (), loop))
-        return self._pending[-1]
+        handle = asyncio.get_running_loop().call_later(3600, call)
+        self._pending.append((handle, call))
+        return handle
 
     def end_pause(self) -> None:
         pending, self._pending = self._pending, []
-        for handle in pending:
+        for handle, call in pending:
             if not handle.cancelled():
-                handle._run()
+                handle.cancel()
+                call()
 
 
 class Rig:
