@@ -82,16 +82,6 @@ async def test_p11_p22_rows_of_another_model_or_grid_are_refused(
     reader.close()
 
 
-async def test_p32_an_encoder_that_restarts_is_waited_for(fake: FakeEncoder, reader: RowReader) -> None:
-    """Also one with other settings, whose rows the client has compared with the former one's."""
-    await read(reader, [image(b"\0")], [GRID])
-    fake.stop()
-    reading = asyncio.create_task(read(reader, [image(b"\1")], [GRID]))
-    await asyncio.to_thread(fake.start)
-    (rows,) = await reading
-    assert rows.content_digest == content_digest(b"\1")
-
-
 async def test_p32_an_encoder_that_is_away_or_slow_fails_in_time(fake: FakeEncoder) -> None:
     reader = RowReader(Settings(target=fake.target, timeout_s=0.5, retry_s=0.1), GEOMETRY)
     fake.script.faults[content_digest(b"\0")] = Fault.HANG
