@@ -3,48 +3,12 @@
 from __future__ import annotations
 
 import grpc
-import numpy as np
 import pytest
-import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from encoder_service import errors as service_errors
-from encoder_service.rpc import convert as service_convert
 from encoder_service.rpc.status import failure_of, status_of
-from lm_adapter.assembly import Assembler
 from lm_adapter.convert import item_failed
 from lm_adapter.errors import EncoderFault, EncoderUnavailable, from_rpc_error
-from lm_adapter.types import EncodedRows
-from vision_encoder.v1 import encoder_pb2 as pb
-
-
-@settings(deadline=None, max_examples=50)
-@given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 80))
-def test_rows_come_back_whole(num_rows: int, width: int, chunk_bytes: int) -> None:
-    rows = torch.arange(num_rows * width, dtype=torch.float32).reshape(num_rows, width)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(service_convert, "CHUNK_BYTES", chunk_bytes)
-        messages = list(service_convert.chunk_events(3, rows))
-    result = pb.ItemResult(
-        key=b"k" * 32,
-        content_digest=b"d" * 32,
-        grid_thw=pb.GridTHW(t=1, h=1, w=num_rows),
-        num_rows=num_rows,
-        width=width,
-        dtype=pb.DTYPE_FLOAT32,
-        rows_bytes=rows.nbytes,
-        inline=pb.InlineRows(num_chunks=len(messages)),
-    )
-    assembler = Assembler([None] * 4)
-    assert assembler.feed(pb.ItemEvent(item_index=3, result=result).SerializeToString()) is None
-    fed = [assembler.feed(bytes(message)) for message in messages]
-    assert fed[:-1] == [None] * (len(messages) - 1)
-    assert isinstance(fed[-1], tuple)
-    index, outcome = fed[-1][:2]
-    assert index == 3
-    assert isinstance(outcome, EncodedRows)
-    np.testing.assert_array_equal(outcome.numpy(), rows.numpy())
 
 
 def every_error() -> list[type[service_errors.VisionEncoderError]]:

@@ -23,13 +23,12 @@ from bench.harness.fleet.names import NameServer
 from bench.harness.waiting import wait_until
 from encoder_service.cli import app
 from lm_adapter import EncodedRows, ImageItem, InvalidRequest, PrefetchStatus, VisionEncoderClient
-from tests.fleet.frames import GRPC_HEADERS, SERVER_INFO_PATH, RawCaller
+from tests.integration.http2 import ENCODE, GRPC_HEADERS, SERVER_INFO, RawCaller
 from tests.unit.lm_adapter.connector_rig import Engine, Image, engine_config
 
 pytestmark = pytest.mark.fleet
 
 EMPTY_MESSAGE = bytes(5)
-ENCODE_PATH = "/vision_encoder.v1.VisionEncoder/Encode"
 UNWANTED: dict[str, tuple[dict[str, str], bytes]] = {
     "GET": ({":method": "GET"}, EMPTY_MESSAGE),
     "PUT": ({":method": "PUT"}, EMPTY_MESSAGE),
@@ -76,7 +75,7 @@ def test_malformed_requests_eject_no_replica_and_fail_no_call(fleet: Fleet) -> N
         headers = {name: value for name, value in {**GRPC_HEADERS, **changes}.items() if value}
         for gateway in fleet.gateways:
             with RawCaller(gateway.port) as caller:
-                caller.wait_end(caller.send(headers, body))
+                caller.ask(headers, body)
         assert len(fleet.encode([image_file(number) for number in range(20)])) == 20, what
     after = fleet.counters()
     assert after["outlier_detection.ejections_enforced_total"] == 0
@@ -88,12 +87,12 @@ def test_a_malformed_header_fails_no_call_of_another_caller(fleet: Fleet) -> Non
     """Both go to one replica through one connection of the gateway."""
     gateway = fleet.gateways[0]
     log = gateway.access_log()
-    headers = {**GRPC_HEADERS, ":path": SERVER_INFO_PATH, "x-content-digest": "0" * 64}
+    headers = {**GRPC_HEADERS, ":path": SERVER_INFO, "x-content-digest": "0" * 64}
     with RawCaller(gateway.port) as caller:
         for name, (malformed, good) in PARSED.items():
             for value in malformed:
-                caller.wait_end(caller.send({**headers, name: value}, EMPTY_MESSAGE))
-                caller.wait_end(caller.send({**headers, name: good}, EMPTY_MESSAGE))
+                caller.ask({**headers, name: value}, EMPTY_MESSAGE)
+                caller.ask({**headers, name: good}, EMPTY_MESSAGE)
     number = 2 * sum(len(malformed) for malformed, _ in PARSED.values())
     entries = entries_of(log, number)
     assert len(entries) == number
@@ -143,7 +142,7 @@ def test_a_request_has_to_arrive_in_time_but_its_answer_may_take_longer(fleet: F
             file = image_file(1, mark=HOLD + b"%02d" % HELD_S)
             assert client.encode_one(ImageItem(file)).num_rows
         with RawCaller(gateway.port) as caller:
-            caller.wait_end(caller.send(GRPC_HEADERS, EMPTY_MESSAGE[:1], is_whole=False))
+            caller.ask(GRPC_HEADERS, EMPTY_MESSAGE[:1], is_whole=False)
         entries = entries_of(log, 3)  # with GetServerInfo
         assert gateway.counters()["outlier_detection.ejections_enforced_total"] == 0
     assert [one["grpc_status"] for one in entries] == [0, 0, UNKNOWN]
@@ -155,11 +154,11 @@ def test_the_access_log_has_the_encoders_request_id(fleet: Fleet) -> None:
     """The caller's, where it gave one, also of failed calls. No header makes an entry long."""
     gateway = fleet.gateways[0]
     log = gateway.access_log()
-    answered = {**GRPC_HEADERS, ":path": SERVER_INFO_PATH}
+    answered = {**GRPC_HEADERS, ":path": SERVER_INFO}
     long = {"x-content-digest": "0" * 100}
     with RawCaller(gateway.port) as caller:
         for headers in (answered | {"x-request-id": "of-a-caller"}, answered | long, GRPC_HEADERS):
-            caller.wait_end(caller.send(headers, EMPTY_MESSAGE))
+            caller.ask(headers, EMPTY_MESSAGE)
     given, made, failed = entries_of(log, 3)
     assert given["request_id"] == "of-a-caller"
     assert made["digest"] == "0" * 64
@@ -220,7 +219,7 @@ def test_a_body_too_large_to_be_kept_for_a_retry_may_be_sent_again_by_the_caller
         names.addresses = ("127.18.0.1", "127.18.0.2")
         gateway.wait_members(2)
         with grpc.insecure_channel(gateway.target) as channel:
-            call: Any = channel.unary_unary(ENCODE_PATH)
+            call: Any = channel.unary_unary(ENCODE)
             with pytest.raises(grpc.RpcError) as failure:
                 call(bytes(64 * MIB), timeout=READY_S)
         assert gateway.counters()["retry_or_shadow_abandoned"] == 1

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
+from typing import TypeAlias
 
 import grpc
 import pytest
@@ -63,6 +65,11 @@ class RunningService:
     def target(self) -> str:
         return self.service.listen[0]
 
+    def metric(self, line: str) -> float:
+        """The value of a metric with its labels, as its text begins; of several lines their sum."""
+        rows = self.service.metrics.exposition().decode().splitlines()
+        return sum(float(row.rpartition(" ")[2]) for row in rows if row.startswith(line))
+
     def on_loop(self, function: object) -> object:
         async def call() -> object:
             return function()  # type: ignore[operator]
@@ -89,6 +96,15 @@ def running(model: Path, device: torch.device, **settings: object) -> Iterator[R
         service.stop()
 
 
+Serve: TypeAlias = Callable[..., AbstractContextManager[RunningService]]
+
+
+@pytest.fixture(scope="session")
+def serve(checkpoints: dict[str, Path], device: torch.device) -> Serve:
+    """Runs a Qwen3-VL service with the given settings: a context manager."""
+    return partial(running, checkpoints["qwen3_vl"], device)
+
+
 def tokens_file(folder: Path, *lines: str) -> Path:
     """lines: namespace=token."""
     file = folder / "tokens"
@@ -113,9 +129,9 @@ def shared_kind(device: torch.device) -> str:
 
 
 @pytest.fixture(scope="session")
-def service(checkpoints: dict[str, Path], device: torch.device) -> Iterator[RunningService]:
+def service(serve: Serve) -> Iterator[RunningService]:
     """A Qwen3-VL service that tests share; each test uses content of its own."""
-    with running(checkpoints["qwen3_vl"], device) as found:
+    with serve() as found:
         yield found
 
 

@@ -1,4 +1,4 @@
-"""HTTP/2 by hand (RFC 9113, 7541), for calls that gRPC's own client does not make."""
+"""HTTP/2 by hand (RFC 9113, 7541), for calls that no gRPC library makes."""
 
 from __future__ import annotations
 
@@ -6,12 +6,22 @@ import contextlib
 import socket
 import struct
 import threading
+from collections.abc import Mapping
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 DATA, HEADERS, RST_STREAM, SETTINGS, WINDOW_UPDATE = 0, 1, 3, 4, 8
 END_STREAM, END_HEADERS, ACK = 1, 4, 1
 INITIAL_WINDOW_SIZE, CANCEL = 4, 8
-ENCODE = "/vision_encoder.v1.VisionEncoder/Encode"
+SERVICE = "/vision_encoder.v1.VisionEncoder"
+ENCODE, SERVER_INFO = f"{SERVICE}/Encode", f"{SERVICE}/GetServerInfo"
+GRPC_HEADERS = {
+    ":method": "POST",
+    ":scheme": "http",
+    ":path": ENCODE,
+    ":authority": "encoders",
+    "content-type": "application/grpc",
+    "te": "trailers",
+}
 
 
 def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
@@ -19,11 +29,13 @@ def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
 
 
 def headers(stream: int, path: str = ENCODE, **entries: str) -> bytes:
-    """A call's begin. Names and values are literals of at most 126 bytes."""
-    # POST, http and the names of path, authority and content-type are entries of the static table.
-    block = b"\x83\x86\x04" + _text(path) + b"\x01" + _text("host") + b"\x0f\x10" + _text("application/grpc")
-    for name, value in {"te": "trailers", **entries}.items():
-        block += b"\0" + _text(name.replace("_", "-")) + _text(value)
+    """A call's begin."""
+    return head(stream, {**GRPC_HEADERS, ":path": path, **entries})
+
+
+def head(stream: int, entries: Mapping[str, str]) -> bytes:
+    """Names and values are literals of at most 126 bytes."""
+    block = b"".join(b"\0" + _text(name) + _text(value) for name, value in entries.items())
     return frame(HEADERS, END_HEADERS, stream, block)
 
 
@@ -81,3 +93,38 @@ class Connection:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class RawCaller:
+    """A connection whose answers are read, not understood; a context manager."""
+
+    def __init__(self, port: int) -> None:
+        self._socket = socket.create_connection(("127.0.0.1", port), timeout=10)
+        self._socket.sendall(PREFACE + frame(SETTINGS, 0, 0))
+        self._next_stream = 1
+
+    def __enter__(self) -> RawCaller:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._socket.close()
+
+    def ask(self, entries: Mapping[str, str], body: bytes, *, is_whole: bool = True) -> None:
+        """Waits until the answer has ended, or the connection. is_whole: without it the server has to expect
+        more of the body. Raises TimeoutError."""
+        stream, self._next_stream = self._next_stream, self._next_stream + 2
+        end = END_STREAM if is_whole else 0
+        self._socket.sendall(head(stream, entries) + frame(DATA, end, stream, body))
+        while received := self._read(9):
+            kind, flags, number = received[3], received[4], int.from_bytes(received[5:])
+            self._read(int.from_bytes(received[:3]))
+            has_ended = kind == RST_STREAM or (kind in (DATA, HEADERS) and flags & END_STREAM)
+            if number == stream and has_ended:
+                return
+
+    def _read(self, num_bytes: int) -> bytes:
+        """Empty at the connection's end."""
+        found = b""
+        while len(found) < num_bytes and (part := self._socket.recv(num_bytes - len(found))):
+            found += part
+        return found if len(found) == num_bytes else b""

@@ -9,7 +9,7 @@ import pytest
 
 from lm_adapter import ImageItem, VisionEncoderClient
 from tests.integration.browser import Page, browsing, find_browser
-from tests.integration.conftest import RunningService, running
+from tests.integration.conftest import RunningService, Serve
 from tests.integration.images import photo
 from tests.programs import ARE_REQUIRED
 
@@ -20,8 +20,8 @@ MAX_BYTES = PHOTO.stat().st_size + 1000
 
 
 @pytest.fixture(scope="module")
-def served(checkpoints: dict[str, Path], device) -> Iterator[RunningService]:  # type: ignore[no-untyped-def]
-    with running(checkpoints["qwen3_vl"], device, max_encoded_bytes=MAX_BYTES, playground=True) as found:
+def served(serve: Serve, device) -> Iterator[RunningService]:  # type: ignore[no-untyped-def]
+    with serve(max_encoded_bytes=MAX_BYTES, playground=True) as found:
         yield found
 
 

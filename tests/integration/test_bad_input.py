@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import grpc
 import numpy as np
 import pytest
-import torch
 
 from lm_adapter import (
     EncodedRows,
@@ -17,10 +15,9 @@ from lm_adapter import (
     Item,
     ItemFailed,
     PixelItem,
-    RequestRefused,
     VisionEncoderClient,
 )
-from tests.integration.conftest import RunningService, connected, running
+from tests.integration.conftest import RunningService, Serve, connected
 from tests.integration.images import photo
 from tests.unit.ingest.image_files import bombs
 from vision_encoder.v1 import encoder_pb2 as pb
@@ -71,59 +68,7 @@ def test_pixel_tensors(client: VisionEncoderClient) -> None:
     assert_fails_alone(client, PixelItem(pixels(24, 100), Grid(1, 4, 6)), "PIXEL_TENSOR_MISMATCH")
 
 
-def raw_failures(service: RunningService, items: list[pb.Item]) -> dict[int, pb.ItemFailure]:
-    """Failures by item index, straight from the generated stub; checks that every item was answered."""
-    with connected(service) as stub:
-        events = list(stub.Encode(pb.EncodeRequest(items=items), timeout=30))
-    answered = [event.item_index for event in events if event.WhichOneof("event") != "chunk"]
-    assert sorted(answered) == list(range(len(items)))
-    return {event.item_index: event.failure for event in events if event.WhichOneof("event") == "failure"}
-
-
-def test_messages_without_meaning(service: RunningService) -> None:
-    good = pb.Item(modality=pb.MODALITY_IMAGE, encoded=photo())
-    failures = raw_failures(
-        service,
-        [
-            good,
-            pb.Item(modality=77, encoded=photo()),  # type: ignore[arg-type]
-            pb.Item(encoded=photo()),
-            pb.Item(modality=pb.MODALITY_IMAGE),
-            pb.Item(modality=pb.MODALITY_IMAGE, encoded=photo(), content_digest=b"short"),
-            pb.Item(modality=pb.MODALITY_IMAGE, digest_only=pb.DigestOnly()),
-            pb.Item(modality=pb.MODALITY_IMAGE, url="http://169.254.169.254/"),
-            pb.Item(modality=pb.MODALITY_VIDEO, encoded=photo()),
-            pb.Item(
-                modality=pb.MODALITY_IMAGE,
-                encoded=photo(),
-                options=pb.PreprocessOptions(min_pixels=10_000, max_pixels=5_000),
-            ),
-            pb.Item(
-                modality=pb.MODALITY_IMAGE, encoded=photo(), options=pb.PreprocessOptions(max_patches=100)
-            ),
-            good,
-        ],
-    )
-    assert {index: failure.reason for index, failure in failures.items()} == {
-        1: "INVALID_REQUEST",
-        2: "INVALID_REQUEST",
-        3: "INVALID_REQUEST",
-        4: "INVALID_DIGEST",
-        5: "INVALID_DIGEST",
-        6: "UNSUPPORTED_CONTENT",
-        7: "UNDECODABLE_CLIP",
-        8: "INVALID_OPTION",
-        9: "INVALID_OPTION",
-    }
-    assert all(failure.status == grpc.StatusCode.INVALID_ARGUMENT.value[0] for failure in failures.values())
-
-
 def test_whole_calls_that_cannot_be_read(service: RunningService) -> None:
-    with (
-        VisionEncoderClient(service.target, model="no-such-model", timeout_s=30) as client,
-        pytest.raises(RequestRefused, match="no-such-model"),
-    ):
-        client.encode([ImageItem(photo())])
     with connected(service) as stub:
         good = pb.Item(modality=pb.MODALITY_IMAGE, encoded=photo())
         for request, status in (
@@ -152,25 +97,16 @@ def test_whole_calls_that_cannot_be_read(service: RunningService) -> None:
 def test_p33_bytes_that_are_no_message(service: RunningService) -> None:
     with grpc.insecure_channel(service.target) as channel:
         encode = channel.unary_stream("/vision_encoder.v1.VisionEncoder/Encode")
-        for garbage in (
-            b"\xff" * (1 << 20),
-            b"\x0a\xff\xff\xff\xff\x0f",
-            bytes(range(256)),
-            b"\x0a",
-            b"\x08",
-        ):
+        for garbage in (b"\xff" * (1 << 20), b"\x0a"):
             with pytest.raises(grpc.RpcError, match="are not a valid vision_encoder"):
                 list(encode(garbage, timeout=30))
-        # Empty items: thirty times as large once they are parsed.
-        with pytest.raises(grpc.RpcError, match="at most 4096 are taken"):
-            list(encode(b"\x0a\x00" * (1 << 20), timeout=30))
         good = pb.EncodeRequest(items=[pb.Item(modality=pb.MODALITY_IMAGE, encoded=photo())])
         assert list(encode(good.SerializeToString(), timeout=30))
 
 
-def test_oversize_messages(checkpoints: dict[str, Path], device: torch.device) -> None:
+def test_oversize_messages(serve: Serve) -> None:
     settings = {"max_message_bytes": 1 << 20, "max_encoded_bytes": 32768}
-    with running(checkpoints["qwen3_vl"], device, **settings) as found:
+    with serve(**settings) as found:
         with VisionEncoderClient(found.target, timeout_s=30) as client:
             too_long, good = client.encode([ImageItem(bytes(3 << 20)), ImageItem(photo(40, 40))])
             assert isinstance(too_long, ItemFailed)

@@ -7,17 +7,15 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 
 import grpc
 import httpx
 import pytest
-import torch
 from grpc_health.v1 import health_pb2
 
 from encoder_service.rpc import convert
 from lm_adapter import CallFailed, EncodedRows, ImageItem, ItemFailed, VisionEncoderClient
-from tests.integration.conftest import RunningService, running
+from tests.integration.conftest import RunningService, Serve
 from tests.integration.health import health_stub
 from tests.integration.images import photo
 from vision_encoder.v1 import encoder_pb2 as pb
@@ -81,11 +79,11 @@ def health(target: str) -> int:
 
 
 def test_p37_readiness_drops_first_and_what_was_accepted_finishes(
-    checkpoints: dict[str, Path], device: torch.device, monkeypatch: pytest.MonkeyPatch
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every call ends in rows or in a failure that says to go elsewhere; never in a broken one."""
     seen: dict[str, object] = {}
-    with running(checkpoints["qwen3_vl"], device, drain_grace_s=20) as found:
+    with serve(drain_grace_s=20) as found:
         pipeline = found.service.pipeline
         assert pipeline is not None
         inner = pipeline.drain
@@ -125,11 +123,11 @@ def probes(found: RunningService) -> dict[str, object]:
 
 
 def test_p37_a_caller_that_never_reads_does_not_hold_up_the_end(
-    checkpoints: dict[str, Path], device: torch.device, monkeypatch: pytest.MonkeyPatch
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(convert, "CHUNK_BYTES", 4096)
     with (
-        running(checkpoints["qwen3_vl"], device, drain_grace_s=2) as found,
+        serve(drain_grace_s=2) as found,
         grpc.insecure_channel(found.target) as channel,
     ):
         items = [pb.Item(modality=pb.MODALITY_IMAGE, encoded=photo(600, 600)) for _ in range(12)]

@@ -19,7 +19,7 @@ from bench.harness.reference import import_reference
 from lm_adapter import EncodedRows, ImageItem, VisionEncoderClient
 from lm_adapter.engines.hf import RemoteItem, RemoteVisionLM, load_language_model
 from tests.integration.conftest import FAMILIES, running
-from tests.parity.test_synthetic_reference import MODEL_CLASSES, reference_config
+from tests.parity.full_model import FullModel
 
 PHOTOS = Path(__file__).resolve().parents[1] / "data" / "photos"
 NEW_TOKENS = 8
@@ -50,15 +50,8 @@ class Reference:
     """The full model and its processor."""
 
     def __init__(self, family: str, checkpoint: Path) -> None:
-        transformers = import_reference()
-        transformers.logging.set_verbosity_error()
-        transformers.logging.disable_progress_bar()
-        self.processor = transformers.AutoProcessor.from_pretrained(checkpoint)
-        self.model = (
-            getattr(transformers, MODEL_CLASSES[family])
-            .from_pretrained(checkpoint, config=reference_config(checkpoint), dtype=torch.float32)
-            .eval()
-        )
+        self.model = FullModel(family, checkpoint).model
+        self.processor = import_reference().AutoProcessor.from_pretrained(checkpoint)
 
     def prompt(self, num_images: int, text: str) -> str:
         content = [{"type": "image"}] * num_images + [{"type": "text", "text": text}]

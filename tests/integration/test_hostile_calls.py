@@ -17,7 +17,6 @@ from typing import Any
 
 import grpc
 import pytest
-import torch
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
@@ -31,7 +30,7 @@ from encoder_service.rpc.server import GrpcServer
 from encoder_service.scheduler.admission import Admission
 from lm_adapter import AsyncVisionEncoderClient, EncoderError, EncoderOverloaded, VisionEncoderClient
 from tests.integration import http2
-from tests.integration.conftest import RunningService, running, tokens_file
+from tests.integration.conftest import RunningService, Serve, tokens_file
 from tests.integration.health import health_stub
 from tests.integration.held import held, wait_until_free
 from tests.integration.probe import Probe
@@ -146,14 +145,12 @@ BURSTS: dict[str, Callable[[], list[bytes]]] = {
 
 
 @pytest.mark.parametrize("kind", BURSTS)
-def test_p70_bursts_end_no_call_of_others(
-    checkpoints: dict[str, Path], device: torch.device, tmp_path: Path, kind: str
-) -> None:
+def test_p70_bursts_end_no_call_of_others(serve: Serve, tmp_path: Path, kind: str) -> None:
     """Of callers without a token."""
     token = secrets.token_urlsafe()
     file = tokens_file(tmp_path, f"a={token}", "")
     with (
-        running(checkpoints["qwen3_vl"], device, tokens_file=file, open_namespaces=False) as found,
+        serve(tokens_file=file, open_namespaces=False) as found,
         Probe(found.target, token=token, namespace="a") as probe,
     ):
         for burst in BURSTS[kind]():
@@ -174,12 +171,10 @@ def test_p70_more_calls_than_streams_wait_on_the_callers_side(service: RunningSe
     assert asyncio.run(all_at_once()) == 600
 
 
-def test_p69_calls_without_a_message_leave_room_for_another_tenant(
-    checkpoints: dict[str, Path], device: torch.device, tmp_path: Path
-) -> None:
+def test_p69_calls_without_a_message_leave_room_for_another_tenant(serve: Serve, tmp_path: Path) -> None:
     tokens = {name: secrets.token_urlsafe() for name in ("a", "b")}
     file = tokens_file(tmp_path, *(f"{name}={token}" for name, token in tokens.items()), "")
-    with running(checkpoints["qwen3_vl"], device, tokens_file=file, max_calls=64) as found:
+    with serve(tokens_file=file, max_calls=64) as found:
         with (
             http2.Connection(found.target) as attacker,
             Probe(found.target, token=tokens["b"], namespace="b") as probe,
@@ -202,10 +197,10 @@ def test_p69_calls_without_a_message_leave_room_for_another_tenant(
 
 
 def test_p67_watchers_have_a_limit_and_checks_still_answer(
-    checkpoints: dict[str, Path], device: torch.device, monkeypatch: pytest.MonkeyPatch
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gate, "MAX_STREAMS", 8)
-    with running(checkpoints["qwen3_vl"], device) as found, grpc.insecure_channel(found.target) as channel:
+    with serve() as found, grpc.insecure_channel(found.target) as channel:
         stub, request = health_stub(channel), health_pb2.HealthCheckRequest()
         watches = [stub.Watch(request) for _ in range(6)]
         assert [next(watch).status for watch in watches] == [1] * 6
@@ -223,13 +218,11 @@ def test_p67_watchers_have_a_limit_and_checks_still_answer(
         assert not_found.value.code() is grpc.StatusCode.NOT_FOUND
 
 
-def test_p67_a_watcher_that_does_not_read_delays_nobody(
-    checkpoints: dict[str, Path], device: torch.device
-) -> None:
+def test_p67_a_watcher_that_does_not_read_delays_nobody(serve: Serve) -> None:
     check = http2.frame(http2.DATA, 0, 1, http2.message(b""))
     started_s = time.monotonic()
     with (
-        running(checkpoints["qwen3_vl"], device) as found,
+        serve() as found,
         grpc.insecure_channel(found.target) as channel,
         http2.Connection(found.target, window=0) as silent,
     ):
@@ -243,11 +236,11 @@ def test_p67_a_watcher_that_does_not_read_delays_nobody(
 
 
 def test_p67_reflection_takes_small_messages_and_a_limited_number_of_streams(
-    checkpoints: dict[str, Path], device: torch.device, monkeypatch: pytest.MonkeyPatch
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gate, "MAX_STREAMS", 8)
     monkeypatch.setattr(gate, "RECEIVE_S", 20)
-    with running(checkpoints["qwen3_vl"], device) as found, grpc.insecure_channel(found.target) as channel:
+    with serve() as found, grpc.insecure_channel(found.target) as channel:
         stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
         wanted = reflection_pb2.ServerReflectionRequest(list_services="")
         answers = list(stub.ServerReflectionInfo(iter([wanted, wanted]), timeout=20))
@@ -267,11 +260,9 @@ def test_p67_reflection_takes_small_messages_and_a_limited_number_of_streams(
 # -- connections, sockets ----------------------------------------------------------------------------------
 
 
-def test_p69_an_address_leaves_connections_to_others(
-    checkpoints: dict[str, Path], device: torch.device
-) -> None:
+def test_p69_an_address_leaves_connections_to_others(serve: Serve) -> None:
     with (
-        running(checkpoints["qwen3_vl"], device, max_connections=64) as found,
+        serve(max_connections=64) as found,
         Probe(found.target) as probe,
         contextlib.ExitStack() as open_,
     ):

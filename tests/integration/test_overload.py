@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from lm_adapter import AsyncVisionEncoderClient, EncodedRows, EncoderOverloaded, ImageItem, PrefetchStatus
-from tests.integration.conftest import running
+from tests.integration.conftest import Serve
 
 NUM_ITEMS = 200
 SIDE = 64
@@ -24,9 +22,7 @@ def images(first: int) -> list[ImageItem]:
 
 
 @pytest.mark.parametrize("fleet", [False, True])
-def test_an_unbounded_gather_over_a_small_service_gets_all_rows(
-    checkpoints: dict[str, Path], fleet: bool
-) -> None:
+def test_an_unbounded_gather_over_a_small_service_gets_all_rows(serve: Serve, fleet: bool) -> None:
     limits = dict.fromkeys(("max_patches_per_item", "max_clip_patches"), ITEM_PATCHES)
     limits["max_queued_patches"] = 8 * ITEM_PATCHES
 
@@ -43,5 +39,5 @@ def test_an_unbounded_gather_over_a_small_service_gets_all_rows(
             refused = await asyncio.gather(*map(client.encode, images(2)), return_exceptions=True)
             assert {type(outcome) for outcome in refused} == {EncodedRows, EncoderOverloaded}
 
-    with running(checkpoints["qwen3_vl"], torch.device("cpu"), **limits) as service:
+    with serve(**limits) as service:
         asyncio.run(scenario(service.target))

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import grpc
 import pytest
 
-from encoder_service.engine.device import DeviceEngine
-from encoder_service.errors import DeviceFault, UrlUnreachable
-from encoder_service.scheduler.admission import UndeliveredBytes
+from encoder_service.errors import (
+    DeviceFault,
+    Draining,
+    Overloaded,
+    UndecodableImage,
+    UrlUnreachable,
+    VisionEncoderError,
+)
 from tests.integration.conftest import RunningService, connected
 from tests.integration.images import photo
 from vision_encoder.layout.keys import ROUTING_KEY
@@ -30,64 +36,48 @@ def items(*files: bytes) -> list[pb.Item]:
     return [pb.Item(modality=pb.MODALITY_IMAGE, encoded=data) for data in files]
 
 
-def test_an_overloaded_replica_refuses_a_routed_call(
-    service: RunningService, stub: encoder_pb2_grpc.VisionEncoderStub, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (Overloaded("the queue is full"), grpc.StatusCode.RESOURCE_EXHAUSTED),
+        (Draining("the service stops"), grpc.StatusCode.UNAVAILABLE),
+        (DeviceFault("the device failed"), grpc.StatusCode.UNAVAILABLE),
+        (UrlUnreachable("the host does not answer"), None),
+        (UndecodableImage("it is damaged"), None),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_p33_only_what_another_replica_may_not_have_is_the_status_of_a_routed_call(
+    error: VisionEncoderError,
+    status: grpc.StatusCode | None,
+    stub: encoder_pb2_grpc.VisionEncoderStub,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert service.service.pipeline is not None
-    monkeypatch.setattr(service.service.pipeline, "undelivered", UndeliveredBytes(0))
-    request = pb.EncodeRequest(items=items(photo(256, 256)))
-    (event,) = stub.Encode(request, timeout=TIMEOUT_S)
-    assert event.failure.reason == "QUEUE_FULL"
-    with pytest.raises(grpc.RpcError) as raised:
-        list(stub.Encode(request, timeout=TIMEOUT_S, metadata=ROUTED))
-    assert raised.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    prefetch = pb.PrefetchRequest(items=items(photo(256, 256)))
-    assert stub.Prefetch(prefetch, timeout=TIMEOUT_S).statuses[0].failure.reason == "QUEUE_FULL"
-    with pytest.raises(grpc.RpcError) as raised:
-        stub.Prefetch(prefetch, timeout=TIMEOUT_S, metadata=ROUTED)
-    assert raised.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    """The gateway would send the others to a second replica as well, and the adapter repeat both."""
 
+    async def fails(*_: object, **__: object) -> None:
+        raise error
 
-def test_a_draining_replica_refuses_a_routed_call(
-    service: RunningService, stub: encoder_pb2_grpc.VisionEncoderStub, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(service.service.pipeline, "_draining", True)
-    request = pb.EncodeRequest(items=items(photo(32, 32)))
-    with pytest.raises(grpc.RpcError) as raised:
-        list(stub.Encode(request, timeout=TIMEOUT_S, metadata=ROUTED))
-    assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
-    assert "DRAINING" in (raised.value.details() or "")
+    for name in ("encode", "prefetch"):
+        monkeypatch.setattr(f"encoder_service.pipeline.Pipeline.{name}", fails)
 
+    def outcomes(**options: Any) -> list[object]:
+        """The failure's reason, or the status of the call."""
+        found: list[object] = []
+        try:
+            (event,) = stub.Encode(pb.EncodeRequest(items=items(b"file")), timeout=TIMEOUT_S, **options)
+            found.append(event.failure.reason)
+        except grpc.RpcError as raised:
+            found.append(raised.code())
+        try:
+            answer = stub.Prefetch(pb.PrefetchRequest(items=items(b"file")), timeout=TIMEOUT_S, **options)
+            found.append(answer.statuses[0].failure.reason)
+        except grpc.RpcError as raised:
+            found.append(raised.code())
+        return found
 
-def test_no_new_work_after_a_device_fault_is_a_refusal_of_the_replica(
-    service: RunningService, stub: encoder_pb2_grpc.VisionEncoderStub, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(DeviceEngine, "fault", DeviceFault("the device failed"))
-    request = pb.EncodeRequest(items=items(photo(32, 64)))
-    (event,) = stub.Encode(request, timeout=TIMEOUT_S)
-    assert event.failure.reason == "DEVICE_FAULT"
-    with pytest.raises(grpc.RpcError) as raised:
-        list(stub.Encode(request, timeout=TIMEOUT_S, metadata=ROUTED))
-    assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
-
-
-def test_p33_what_fails_at_every_replica_is_not_the_calls_status(
-    stub: encoder_pb2_grpc.VisionEncoderStub, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A gateway would send it to a second replica, and the adapter repeat both."""
-
-    async def unreachable(*_: object, **__: object) -> None:
-        raise UrlUnreachable("the host does not answer")
-
-    monkeypatch.setattr("encoder_service.pipeline.Pipeline.encode", unreachable)
-    (event,) = stub.Encode(pb.EncodeRequest(items=items(photo(32, 64))), timeout=TIMEOUT_S, metadata=ROUTED)
-    assert (event.failure.reason, event.failure.retryable) == ("URL_UNREACHABLE", True)
-
-
-def test_a_bad_item_of_a_routed_call_fails_alone(stub: encoder_pb2_grpc.VisionEncoderStub) -> None:
-    request = pb.EncodeRequest(items=items(b"no image"))
-    (event,) = stub.Encode(request, timeout=TIMEOUT_S, metadata=ROUTED)
-    assert event.failure.reason == "UNDECODABLE_IMAGE"
+    assert outcomes() == [error.reason] * 2
+    assert outcomes(metadata=ROUTED) == [status or error.reason] * 2
 
 
 def test_p48_the_header_does_not_change_the_key(stub: encoder_pb2_grpc.VisionEncoderStub) -> None:

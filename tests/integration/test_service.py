@@ -19,7 +19,6 @@ from bench.harness.waiting import wait_until
 from encoder_service.engine.device import DeviceEngine
 from encoder_service.engine.launch import Launched, TowerLauncher
 from encoder_service.errors import ConfigurationError, StartupError
-from encoder_service.types import EncodedItem, Item
 from lm_adapter import (
     CacheTier,
     EncodedRows,
@@ -29,7 +28,7 @@ from lm_adapter import (
     PrefetchStatus,
     VisionEncoderClient,
 )
-from tests.integration.conftest import FAMILIES, RunningService, connected, running
+from tests.integration.conftest import FAMILIES, RunningService, Serve, connected, running
 from tests.integration.health import health_stub
 from tests.integration.images import photo
 from vision_encoder.v1 import encoder_pb2 as pb
@@ -95,44 +94,6 @@ def test_p31_rows_are_the_same_alone_and_in_any_batch(client: VisionEncoderClien
         assert difference < 1e-5
 
 
-def test_p15_p25_many_clients_one_encode_each(service: RunningService) -> None:
-    files = [photo(128, 128) for _ in range(8)]
-    before = figures(service)["ve_encoded_items_total"]
-
-    def ask(index: int) -> bytes:
-        with VisionEncoderClient(service.target, timeout_s=60) as client:
-            return client.encode_one(ImageItem(files[index % 8])).key
-
-    with ThreadPoolExecutor(32) as pool:
-        keys = list(pool.map(ask, range(64)))
-    assert len(set(keys)) == 8
-    assert figures(service)["ve_encoded_items_total"] - before == 8
-
-
-def test_a_defect_in_one_prefetched_item_is_that_items(
-    service: RunningService, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pipeline = service.service.pipeline
-    assert pipeline is not None
-    prefetch = pipeline.prefetch
-
-    async def defective(item: Item, **fields: Any) -> EncodedItem:
-        if item.content_digest is not None:
-            raise RuntimeError("a defect")
-        return await prefetch(item, **fields)
-
-    monkeypatch.setattr(pipeline, "prefetch", defective)
-    data = photo()
-    items = [
-        pb.Item(modality=pb.MODALITY_IMAGE, encoded=data),
-        pb.Item(modality=pb.MODALITY_IMAGE, encoded=data, content_digest=bytes(32)),
-    ]
-    with connected(service) as stub:
-        good, bad = stub.Prefetch(pb.PrefetchRequest(items=items), timeout=30).statuses
-    assert len(good.key) == 32
-    assert bad.failure.reason == "INTERNAL"
-
-
 def test_a_prefetch_until_encoded_says_what_became_of_each_item(service: RunningService) -> None:
     """A damaged file's header is sound: a plain prefetch would have announced it."""
     files = photo(150, 90), photo(90, 150)[:-400]
@@ -146,12 +107,10 @@ def test_a_prefetch_until_encoded_says_what_became_of_each_item(service: Running
     assert bad.failure.reason == "UNDECODABLE_IMAGE"
 
 
-def test_a_prefetch_until_encoded_does_not_claim_rows_that_were_not_kept(
-    checkpoints: dict[str, Path], device: torch.device
-) -> None:
+def test_a_prefetch_until_encoded_does_not_claim_rows_that_were_not_kept(serve: Serve) -> None:
     image = pb.Item(modality=pb.MODALITY_IMAGE, encoded=photo(1200, 1200))
     with (
-        running(checkpoints["qwen3_vl"], device, arena_bytes=1 << 20) as service,
+        serve(arena_bytes=1 << 20) as service,
         connected(service) as stub,
     ):
         request = pb.PrefetchRequest(items=[image], until_encoded=True)
@@ -161,16 +120,14 @@ def test_a_prefetch_until_encoded_does_not_claim_rows_that_were_not_kept(
     assert int(status.failure.details["needed_bytes"]) > 1 << 20
 
 
-def test_a_warm_up_that_fails_is_a_start_that_fails(
-    checkpoints: dict[str, Path], device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_warm_up_that_fails_is_a_start_that_fails(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     def warm_up(engine: DeviceEngine, grids: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(DeviceEngine, "warm_up", warm_up)
     with (
         pytest.raises(StartupError, match="OutOfMemoryError: CUDA out of memory"),
-        running(checkpoints["qwen3_vl"], device),
+        serve(),
     ):
         pass
 
@@ -191,10 +148,10 @@ def test_admin_plane(service: RunningService, client: VisionEncoderClient) -> No
 
 
 def test_p27_p36_not_ready_before_the_warm_up_is_done_and_never_behind_a_busy_device(
-    checkpoints: dict[str, Path], device: torch.device, monkeypatch: pytest.MonkeyPatch
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = threading.Event()
-    with running(checkpoints["qwen3_vl"], device) as found:
+    with serve() as found:
         launch = TowerLauncher.launch
 
         def wait_then_launch(*arguments: Any) -> Launched:
@@ -217,9 +174,9 @@ def test_p27_p36_not_ready_before_the_warm_up_is_done_and_never_behind_a_busy_de
 
 
 def test_p32_p36_a_device_fault_tells_callers_at_once_and_leaves_service(
-    checkpoints: dict[str, Path], device: torch.device, monkeypatch: pytest.MonkeyPatch
+    serve: Serve, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with running(checkpoints["qwen3_vl"], device) as found:
+    with serve() as found:
 
         def broken(*_: object) -> None:
             raise torch.AcceleratorError("CUDA error: unspecified launch failure")
@@ -234,9 +191,7 @@ def test_p32_p36_a_device_fault_tells_callers_at_once_and_leaves_service(
         assert found.service.not_ready == "device fault"
 
 
-def test_addresses_that_cannot_be_bound(
-    service: RunningService, checkpoints: dict[str, Path], device: torch.device, tmp_path: Path
-) -> None:
+def test_addresses_that_cannot_be_bound(service: RunningService, serve: Serve, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for settings in (
         {"listen": (service.target,)},
@@ -246,6 +201,6 @@ def test_addresses_that_cannot_be_bound(
     ):
         with (
             pytest.raises(ConfigurationError, match="cannot listen on"),
-            running(checkpoints["qwen3_vl"], device, **settings),
+            serve(**settings),
         ):
             pass

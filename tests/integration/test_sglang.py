@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import http.client
 import http.server
 import io
@@ -34,9 +33,10 @@ from encoder_service.protocols.zmq_push import Sender
 from encoder_service.scheduler.admission import Admission
 from lm_adapter import CacheTier, ClipItem, EncodedRows, ImageItem, VisionEncoderClient
 from tests.engines.pictures import clip, data_url
-from tests.integration.conftest import RunningService, running
+from tests.integration.conftest import RunningService, Serve
 from tests.integration.held import wait_until_free
 from tests.integration.images import photo
+from tests.integration.web import Files
 from tests.sglang.frames import message_of
 
 pytestmark = pytest.mark.without_device
@@ -104,14 +104,9 @@ class Served(NamedTuple):
             server.permits.num_calls or self.service.service.admission.num_bytes or len(server.awaited)
         )
 
-    def metric(self, line: str) -> float:
-        """The value of a metric with its labels."""
-        text = self.service.service.metrics.exposition().decode()
-        return sum(float(row.rpartition(" ")[2]) for row in text.splitlines() if row.startswith(line))
-
 
 @contextlib.contextmanager
-def serving(model: Path, device: torch.device, **settings: object) -> Iterator[Served]:
+def serving(serve: Serve, **settings: object) -> Iterator[Served]:
     servers: list[SglangServer] = []
     attach = SglangServer.attach
 
@@ -122,7 +117,7 @@ def serving(model: Path, device: torch.device, **settings: object) -> Iterator[S
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SglangServer, "attach", record)
         with (
-            running(model, device, serve_sglang="127.0.0.1:0", **settings) as service,
+            serve(serve_sglang="127.0.0.1:0", **settings) as service,
             httpx.Client(
                 base_url=f"http://{service.service.addresses['sglang']}", timeout=PATIENCE_S
             ) as http_client,
@@ -131,10 +126,10 @@ def serving(model: Path, device: torch.device, **settings: object) -> Iterator[S
 
 
 @pytest.fixture(scope="module")
-def shared(checkpoints: dict[str, Path], device: torch.device) -> Iterator[Served]:
+def shared(serve: Serve) -> Iterator[Served]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("encoder_service.protocols.sglang.server.SEND_TIMEOUT_S", SEND_TIMEOUT_S)
-        with serving(checkpoints["qwen3_vl"], device) as served:
+        with serving(serve) as served:
             yield served
 
 
@@ -163,10 +158,6 @@ def message(response: httpx.Response, status: int) -> str:
     return text
 
 
-def with_hash(url: str, content: bytes) -> dict[str, str]:
-    return {"url": url, "content_hash": f"sha256:{hashlib.sha256(content).hexdigest()}"}
-
-
 def encoded(served: Served, images: list[bytes], namespace: str) -> list[EncodedRows]:
     """By gRPC."""
     with VisionEncoderClient(served.service.target, namespace=namespace) as client:
@@ -181,11 +172,11 @@ def test_rows_are_those_of_the_service(served: Served, receiver: Receiver) -> No
     """Also of an image that comes twice. It is encoded once."""
     images = [photo(96, 64), photo(64, 160)]
     items = [data_url(images[0]), {"url": data_url(images[1]), "detail": "low"}, data_url(images[0])]
-    num_encoded = served.metric("ve_encoded_items_total")
+    num_encoded = served.service.metric("ve_encoded_items_total")
     answer = served.encode(items, receiver.port, num_parts=4, part_idx=2)
     assert (answer.status_code, answer.json()) == (200, None)
     fields, rows = receiver.message()
-    assert served.metric("ve_encoded_items_total") == num_encoded + 2
+    assert served.service.metric("ve_encoded_items_total") == num_encoded + 2
     images.append(images[0])
     own, other = (encoded(served, images, namespace) for namespace in ("sglang", "default"))
     assert torch.equal(rows, torch.cat([item.torch() for item in own]))
@@ -197,8 +188,8 @@ def test_rows_are_those_of_the_service(served: Served, receiver: Receiver) -> No
     torch.testing.assert_close(rows, torch.cat([item.torch() for item in other]), rtol=1e-4, atol=1e-5)
     assert (fields["req_id"], fields["num_parts"], fields["part_idx"]) == ("request_local_part_0", 4, 2)
     assert fields["video_timestamps"] is None
-    assert served.metric('ve_deliveries_total{transport="zmq"}') >= 2
-    assert served.metric('ve_requests_total{method="sglang/encode",status="OK"}') >= 1
+    assert served.service.metric('ve_deliveries_total{transport="zmq"}') >= 2
+    assert served.service.metric('ve_requests_total{method="sglang/encode",status="OK"}') >= 1
 
 
 def test_clips_come_with_the_times_of_their_steps(served: Served, receiver: Receiver) -> None:
@@ -217,69 +208,7 @@ def test_clips_come_with_the_times_of_their_steps(served: Served, receiver: Rece
     assert len(times_s) == expected.grid_thw[0]
 
 
-def test_kimi_takes_images_and_no_clips(
-    checkpoints: dict[str, Path], device: torch.device, receiver: Receiver
-) -> None:
-    with serving(checkpoints["kimi_k25"], device) as served:
-        url = data_url(clip(4), "video/mp4")
-        assert "no clips" in message(served.encode([url], receiver.port, modality="VIDEO"), 400)
-        assert served.encode([data_url(photo())], receiver.port).status_code == 200
-        fields, rows = receiver.message()
-        assert list(rows.shape) == fields["shape"]
-
-
 # -- identity ------------------------------------------------------------------------------------------
-
-
-def test_p48_a_stated_hash_is_verified_before_anything_is_stored_under_it(
-    served: Served, receiver: Receiver
-) -> None:
-    image, other = photo(), photo()
-    right, wrong = with_hash(data_url(image), image), with_hash(data_url(other), image)
-
-    def refused() -> bool:
-        return right["content_hash"] in message(served.encode([wrong], receiver.port), 400)
-
-    assert refused()
-    encoded = served.metric("ve_encoded_items_total")
-    assert served.encode([right], receiver.port).status_code == 200
-    assert served.encode([right], receiver.port).status_code == 200
-    assert served.metric("ve_encoded_items_total") == encoded + 1
-    assert refused()
-    assert torch.equal(receiver.message()[1], receiver.message()[1])
-    assert receiver.is_empty()
-
-
-def test_urls_follow_the_services_address_rules(
-    checkpoints: dict[str, Path], device: torch.device, receiver: Receiver, served: Served
-) -> None:
-    """And the limit of the item's kind."""
-    assert "no URLs" in message(served.encode(["https://example.invalid/a.png"], receiver.port), 400)
-    image = photo()
-    with Files({"/image": image, "/large": bytes(len(image) + 1)}) as web:
-        settings = {
-            "url_allow": (web.base,),
-            "url_networks": ("127.0.0.0/8",),
-            "max_encoded_bytes": len(image),
-            "max_clip_bytes": 1024,
-        }
-        with serving(checkpoints["qwen3_vl"], device, **settings) as fetching:
-            url = f"{web.base}/image"
-            for item in (url, with_hash(url, image), with_hash(url, image), data_url(image)):
-                assert fetching.encode([item], receiver.port).status_code == 200
-            rows = [receiver.message()[1] for _ in range(4)]
-            assert all(torch.equal(rows[0], other) for other in rows[1:])
-            assert web.requested == ["/image"] * 2  # not for rows that are held under its hash
-            for path, modality, text in (
-                ("http://169.254.169.254/latest", "IMAGE", "not among those"),
-                (f"{web.base}/none", "IMAGE", "404"),
-                (f"{web.base}/large", "IMAGE", f"{len(image) + 1} bytes, the limit is {len(image)}"),
-                (f"{web.base}/image", "VIDEO", f"{len(image)} bytes, the limit is 1024"),
-            ):
-                assert text in message(fetching.encode([path], receiver.port, modality=modality), 400)
-            other = with_hash(url, b"other content")
-            assert other["content_hash"] in message(fetching.encode([other], receiver.port), 400)
-    assert receiver.is_empty()
 
 
 # -- what is refused -----------------------------------------------------------------------------------
@@ -302,7 +231,7 @@ def test_a_refusal_has_the_form_that_sglang_reads(served: Served) -> None:
 
 def test_p46_rows_go_to_no_host_that_is_not_the_callers(served: Served) -> None:
     """Whatever the request's headers say about its origin."""
-    before = served.metric("ve_encoded_items_total")
+    before = served.service.metric("ve_encoded_items_total")
     body = {"req_id": "x", "modality": "IMAGE", "mm_items": [data_url(photo())], "num_parts": 1}
     requests = {
         "/encode": {**body, "part_idx": 0, "prefill_host": FOREIGN, "embedding_port": 9},
@@ -311,7 +240,7 @@ def test_p46_rows_go_to_no_host_that_is_not_the_callers(served: Served) -> None:
     for headers in ({}, {"X-Forwarded-For": FOREIGN, "Forwarded": f"for={FOREIGN}"}):
         for path, content in requests.items():
             assert FOREIGN in message(served.http.post(path, json=content, headers=headers), 403)
-    assert served.metric("ve_encoded_items_total") == before
+    assert served.service.metric("ve_encoded_items_total") == before
 
 
 # -- peers that are gone -------------------------------------------------------------------------------
@@ -341,17 +270,17 @@ def test_a_caller_that_hangs_up_ends_its_encode(served: Served) -> None:
         wait_until(lambda: len(served.server.awaited) == 1, "the encode")
     wait_until(served.is_free, "the protocol's end of work")
     cancelled = 've_requests_total{method="sglang/encode",status="CANCELLED"}'
-    wait_until(lambda: served.metric(cancelled) == 1, "the count of the request")
+    wait_until(lambda: served.service.metric(cancelled) == 1, "the count of the request")
 
 
 # -- limits --------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
-def shared_bounded(checkpoints: dict[str, Path], device: torch.device) -> Iterator[Served]:
+def shared_bounded(serve: Serve) -> Iterator[Served]:
     """Takes the rows of one ``plain_picture`` at a time, two requests, and receivers in FOREIGN's network."""
     settings = {"max_queued_bytes": QUEUED_BYTES, "max_message_bytes": QUEUED_BYTES, "max_calls": 2}
-    with serving(checkpoints["qwen3_vl"], device, sglang_receivers=(f"{FOREIGN}/32",), **settings) as served:
+    with serving(serve, sglang_receivers=(f"{FOREIGN}/32",), **settings) as served:
         yield served
 
 
@@ -469,24 +398,6 @@ def test_p46_another_peers_rows_are_not_sent_to_who_names_itself_for_them(
 # -- the service's life --------------------------------------------------------------------------------
 
 
-def test_a_drain_is_answered_503(
-    checkpoints: dict[str, Path], device: torch.device, receiver: Receiver
-) -> None:
-    """Requests in progress end as ever."""
-    with serving(checkpoints["qwen3_vl"], device) as served, Receiver() as other:
-
-        def another() -> httpx.Response:
-            return served.encode([data_url(photo())], other.port)
-
-        assert served.http.get("/health_generate").status_code == 200
-        with encoding(served, [data_url(photo())], receiver, "last"):
-            served.service.loop.call_soon_threadsafe(served.service.service.request_stop)
-            wait_until(lambda: served.http.get("/health").status_code == 503, "a service that is not ready")
-            wait_until(lambda: another().status_code == 503, "the drain")
-            assert "stopping" in message(another(), 503)
-            assert served.http.get("/health_generate").status_code == 503
-
-
 def test_before_the_model_and_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Health is answered 503 until the model is there. A stop that is cut short while sockets are being
     closed holds up neither the loop nor the end of the process."""
@@ -513,15 +424,13 @@ def test_before_the_model_and_at_the_end(monkeypatch: pytest.MonkeyPatch) -> Non
     wait_until(is_closed.is_set, "the end of the sockets")
 
 
-def test_the_service_lists_itself_and_leaves_the_list(
-    checkpoints: dict[str, Path], device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_service_lists_itself_and_leaves_the_list(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     """A bootstrap server that was away gets it again. One that is there is left to its own probes, of which
     tests/sglang/test_bootstrap.py has more."""
     monkeypatch.setattr("encoder_service.protocols.sglang.registration.CHECK_EVERY_S", 0.05)
     with Files({"/health": b""}) as bootstrap:
         settings = {"sglang_register": (bootstrap.base,), "sglang_url": "http://encoder:31000"}
-        with serving(checkpoints["qwen3_vl"], device, **settings):
+        with serving(serve, **settings):
             wait_until(lambda: bootstrap.requested.count("/health") >= 3, "checks of the server")
             assert len(bootstrap.bodies) == 1
             bootstrap.files.clear()
@@ -531,55 +440,3 @@ def test_the_service_lists_itself_and_leaves_the_list(
     assert set(bootstrap.requested[:-1]) == {"/register_encoder_url", "/health"}
     assert bootstrap.requested[-1] == "/unregister_encoder_url"
     assert all(body == {"url": "http://encoder:31000"} for body in bootstrap.bodies)
-
-
-class Files(http.server.ThreadingHTTPServer):
-    """Answers GET with files by path, and POST and DELETE with nothing."""
-
-    daemon_threads = True
-
-    def __init__(self, files: dict[str, bytes]) -> None:
-        self.files = files
-        self.requested: list[str] = []
-        self.bodies: list[Any] = []
-        super().__init__(("127.0.0.1", 0), Handler)
-        self._thread = threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.05})
-
-    def __enter__(self) -> Files:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.shutdown()
-        self._thread.join()
-        self.server_close()
-
-    @property
-    def base(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
-
-
-class Handler(http.server.BaseHTTPRequestHandler):
-    server: Files
-
-    def do_GET(self) -> None:
-        self.answer(self.server.files.get(self.path))
-
-    def do_POST(self) -> None:
-        length = int(self.headers["Content-Length"])
-        self.server.bodies.append(json.loads(self.rfile.read(length)))
-        self.answer(b"OK")
-
-    do_DELETE = do_POST
-
-    def answer(self, data: bytes | None) -> None:
-        self.server.requested.append(self.path)
-        self.send_response(404 if data is None else 200)
-        self.send_header("Content-Type", "image/png")
-        self.send_header("Content-Length", str(len(data or b"")))
-        self.end_headers()
-        with contextlib.suppress(ConnectionError):
-            self.wfile.write(data or b"")
-
-    def log_message(self, *_: object) -> None:
-        pass

@@ -6,30 +6,23 @@ arenas are host memory; ``--device cuda:0`` runs the same on device memory.
 
 from __future__ import annotations
 
-import os
 import secrets
-import signal
-import subprocess
-import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from bench.harness.waiting import wait_until
-from encoder_service.types import EncodedItem, Grid
 from lm_adapter import (
     EncoderError,
     ImageItem,
     ItemFailed,
     VisionEncoderClient,
 )
-from tests.integration.conftest import RunningService, connected, running, tokens_file
+from tests.integration.conftest import RunningService, Serve, connected, tokens_file
 from tests.integration.held import wait_until_free
 from tests.integration.images import photo
 from tests.reference_reader import reader_of
@@ -44,8 +37,8 @@ def socket_path() -> Iterator[str]:
 
 
 @pytest.fixture
-def sharing(checkpoints: dict[str, Path], device: torch.device, socket_path: str) -> Iterator[RunningService]:
-    with running(checkpoints["qwen3_vl"], device, broker_path=socket_path, arena_bytes=16 << 20) as found:
+def sharing(serve: Serve, socket_path: str) -> Iterator[RunningService]:
+    with serve(broker_path=socket_path, arena_bytes=16 << 20) as found:
         yield found
         wait_until_free(found)
 
@@ -61,68 +54,25 @@ def rows_of(client: VisionEncoderClient, data: bytes) -> bytes:
     return np.ascontiguousarray(rows.torch().cpu().numpy()).tobytes()
 
 
-def sample(service: RunningService, name: str, **labels: str) -> float:
-    return service.service.metrics.registry.get_sample_value(name, labels) or 0.0
-
-
-def num_requests(service: RunningService, method: str) -> float:
-    return sample(service, "ve_requests_total", method=method, status="OK")
-
-
 def test_rows_of_every_way_are_the_same(sharing: RunningService, shared_kind: str) -> None:
     files = [photo(96 + 32 * index, 64) for index in range(4)]
     with attached(sharing) as shared, VisionEncoderClient(sharing.target, transports=("inline",)) as inline:
         placed = [rows_of(shared, data) for data in files]
-        asked = num_requests(sharing, "Encode")
+        asked = sharing.metric('ve_requests_total{method="Encode"')
         assert [rows_of(shared, data) for data in files] == placed, "by the directory"
-        assert num_requests(sharing, "Encode") == asked, "without a call"
+        assert sharing.metric('ve_requests_total{method="Encode"') == asked, "without a call"
         assert [rows_of(inline, data) for data in files] == placed
-        wait_until(lambda: sample(sharing, "ve_directory_reads_total") == 8)
-    assert sample(sharing, "ve_deliveries_total", transport=shared_kind) == 4
+        wait_until(lambda: sharing.metric("ve_directory_reads_total") == 8)
+    assert sharing.metric(f've_deliveries_total{{transport="{shared_kind}"}}') == 4
     assert sharing.service.store is not None
     assert sharing.on_loop(sharing.service.store.num_unread) == 0
 
 
-def test_p21_a_place_is_what_the_arena_says_until_its_eviction(sharing: RunningService) -> None:
-    """By hand: the answer's place, the reader's copy and comparison, the eviction that it finds out."""
-    item = pb.Item(modality=pb.MODALITY_IMAGE, encoded=photo())
-    store = sharing.service.store
-    assert store is not None
-    (arena,) = (arena for _, arena in store.arenas() if arena.kind == "host")
-
-    def evict_all() -> None:
-        rows = torch.empty(arena.capacity_bytes, 1, dtype=torch.uint8, device="meta")
-        whole, reservations = EncodedItem(bytes(32), bytes(32), Grid(1, 2, 2), rows, 0), []
-        while (reservation := store.reserve("", whole)) is not None:
-            reservations.append(reservation)
-        for reservation in reservations:
-            store.cancel(reservation)
-
-    with connected(sharing) as stub:
-        request = pb.EncodeRequest(items=[item], delivery=pb.DELIVERY_HOST)
-        (event,) = stub.Encode(request, timeout=30)
-        result, place = event.result, event.result.place
-        assert (place.arena_id, place.instance) == (arena.arena_id, arena.instance)
-        request = pb.EncodeRequest(items=[item], delivery=pb.DELIVERY_HOST, after_lost_read=True)
-        events = list(stub.Encode(request, timeout=30))
-        assert events[0].result.WhichOneof("rows") == "inline"
-        with reader_of(arena) as reader:
-            copied = reader.data[place.offset_bytes : place.offset_bytes + result.rows_bytes]
-            assert reader.is_current(place.slot_index, place.generation)
-            assert copied == b"".join(event.chunk.data for event in events[1:])
-            sharing.on_loop(evict_all)
-            assert not reader.is_current(place.slot_index, place.generation)
-    assert sample(sharing, "ve_reads_lost_total") == 1
-    assert sample(sharing, "ve_encodes_repeated_total") == 0
-
-
 def test_p18_isolated_namespaces_have_arenas_of_their_own(
-    checkpoints: dict[str, Path], device: torch.device, socket_path: str, tmp_path: Path
+    serve: Serve, socket_path: str, tmp_path: Path
 ) -> None:
     token = secrets.token_hex(16)
-    with running(
-        checkpoints["qwen3_vl"],
-        device,
+    with serve(
         broker_path=socket_path,
         arena_bytes=8 << 20,
         isolated_namespaces=f"tenant={4 << 20}",
@@ -151,12 +101,8 @@ def test_p18_isolated_namespaces_have_arenas_of_their_own(
             assert stranger.transport.name == "inline"
 
 
-def test_p37_draining_waits_for_the_readers_of_announced_rows(
-    checkpoints: dict[str, Path], device: torch.device, socket_path: str
-) -> None:
-    with running(
-        checkpoints["qwen3_vl"], device, broker_path=socket_path, arena_bytes=8 << 20, drain_grace_s=600
-    ) as found:
+def test_p37_draining_waits_for_the_readers_of_announced_rows(serve: Serve, socket_path: str) -> None:
+    with serve(broker_path=socket_path, arena_bytes=8 << 20, drain_grace_s=600) as found:
         store = found.service.store
         assert store is not None
         (arena,) = (arena for _, arena in store.arenas() if arena.kind == "host")
@@ -172,54 +118,3 @@ def test_p37_draining_waits_for_the_readers_of_announced_rows(
                 row = pb.TouchedRows(key=event.result.key, generation=place.generation)
                 stub.Touch(pb.TouchRequest(rows=[row]), timeout=10)
                 wait_until(lambda: reader.closed, "the end long before the grace period's")
-
-
-def start_process(checkpoint: Path, address: str, socket_path: str) -> subprocess.Popen[str]:
-    command = [
-        sys.executable, "-m", "encoder_service", "serve", "--model", str(checkpoint), "--device", "cpu",
-        "--listen", address, "--broker-path", socket_path,
-    ]  # fmt: skip
-    environment = {**os.environ, "VE_ADMIN_LISTEN": "", "VE_ARENA_BYTES": str(8 << 20), "VE_DTYPE": "float32"}
-    return subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL, text=True)
-
-
-def test_p21_a_killed_encoder_fails_items_with_a_reason_and_the_next_one_is_found(
-    checkpoints: dict[str, Path], socket_path: str
-) -> None:
-    """Readers unmap within a second of its end."""
-    address = f"unix:{Path(socket_path).parent}/s.sock"
-    data, stop = photo(), threading.Event()
-    seen: list[str] = []
-    process = start_process(checkpoints["qwen3_vl"], address, socket_path)
-    try:
-        with VisionEncoderClient(address, timeout_s=20) as client:
-            client.wait_ready(60)
-            assert client.wait_transport(20).name == "host"
-            expected = rows_of(client, data)
-
-            def read_on() -> None:
-                while not stop.is_set():
-                    try:
-                        seen.append("rows" if rows_of(client, data) == expected else "WRONG")
-                    except EncoderError as error:
-                        seen.append(type(error).__name__)
-
-            reader = threading.Thread(target=read_on)
-            reader.start()
-            time.sleep(0.2)
-            process.send_signal(signal.SIGKILL)
-            process.wait(10)
-            killed_s = time.monotonic()
-            wait_until(lambda: client.transport.name == "inline")
-            assert time.monotonic() - killed_s < 1.0
-            stop.set()
-            reader.join(30)
-            assert not reader.is_alive()
-            assert "WRONG" not in seen
-            process = start_process(checkpoints["qwen3_vl"], address, socket_path)
-            client.wait_ready(60)
-            wait_until(lambda: client.transport.name == "host")
-            assert rows_of(client, data) == expected
-    finally:
-        process.kill()
-        process.wait(10)

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import http.server
-import threading
-from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-import torch
 from blake3 import blake3
 
 from lm_adapter import (
@@ -24,53 +18,18 @@ from lm_adapter import (
     UrlItem,
     VisionEncoderClient,
 )
-from tests.integration.conftest import RunningService, running
+from tests.integration.conftest import RunningService, Serve
 from tests.integration.held import wait_until_free
 from tests.integration.images import photo
+from tests.integration.web import Files
 
 pytestmark = pytest.mark.without_device
 
 
-class Images(http.server.ThreadingHTTPServer):
-    """Files by path; counts what was asked for."""
-
-    daemon_threads = True
-
-    def __init__(self) -> None:
-        self.files: dict[str, bytes] = {}
-        self.asked: Counter[str] = Counter()
-        super().__init__(("127.0.0.1", 0), Handler)
-
-    @property
-    def base(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
-
-
-class Handler(http.server.BaseHTTPRequestHandler):
-    server: Images
-
-    def do_GET(self) -> None:
-        self.server.asked[self.path] += 1
-        data = self.server.files.get(self.path)
-        self.send_response(200 if data is not None else 404)
-        self.send_header("Content-Type", "image/jpeg")
-        self.send_header("Content-Length", str(len(data or b"")))
-        self.end_headers()
-        with contextlib.suppress(ConnectionError):
-            self.wfile.write(data or b"")
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
 @pytest.fixture
-def images() -> Iterator[Images]:
-    with Images() as found:
-        thread = threading.Thread(target=found.serve_forever, kwargs={"poll_interval": 0.05})
-        thread.start()
+def images() -> Iterator[Files]:
+    with Files() as found:
         yield found
-        found.shutdown()
-        thread.join()
 
 
 def reason(outcome: Outcome | PrefetchStatus) -> str:
@@ -83,34 +42,30 @@ def rows(outcome: Outcome) -> EncodedRows:
     return outcome
 
 
-def test_a_service_without_a_list_fails_the_item_alone(service: RunningService, images: Images) -> None:
+def test_a_service_without_a_list_fails_the_item_alone(service: RunningService, images: Files) -> None:
     with VisionEncoderClient(service.target, timeout_s=60) as client:
         refused, encoded = client.encode([UrlItem(f"{images.base}/a"), ImageItem(photo(40, 40))])
     assert reason(refused) == "UNSUPPORTED_CONTENT"
     assert rows(encoded).num_rows
-    assert not images.asked
+    assert not images.requested
 
 
-def test_a_list_without_a_network_reaches_nothing_inside(
-    checkpoints: dict[str, Path], device: torch.device, images: Images
-) -> None:
+def test_a_list_without_a_network_reaches_nothing_inside(serve: Serve, images: Files) -> None:
     with (
-        running(checkpoints["qwen3_vl"], device, url_allow=images.base) as found,
+        serve(url_allow=images.base) as found,
         VisionEncoderClient(found.target, timeout_s=60) as client,
     ):
         assert reason(client.encode([UrlItem(f"{images.base}/a")])[0]) == "URL_REFUSED"
-    assert not images.asked
+    assert not images.requested
 
 
-def test_urls_are_the_files_that_lie_there(
-    checkpoints: dict[str, Path], device: torch.device, images: Images
-) -> None:
+def test_urls_are_the_files_that_lie_there(serve: Serve, images: Files) -> None:
     first, second = photo(160, 120), photo(120, 160)
     images.files = {"/a": first, "/b": second, "/large": bytes(400_000), "/broken": first[:300]}
     allowed, digest = f"{images.base}/a", b"d" * 32
     settings = {"url_allow": images.base, "url_networks": "127.0.0.1/32", "max_encoded_bytes": 300_000}
     with (
-        running(checkpoints["qwen3_vl"], device, **settings) as found,
+        serve(**settings) as found,
         VisionEncoderClient(found.target, timeout_s=60) as client,
     ):
         by_url, by_file, smaller, *failed = client.encode(
@@ -137,10 +92,10 @@ def test_urls_are_the_files_that_lie_there(
         ]
         # The caller's digest counts in its namespace: its rows are found without a fetch.
         miss = client.encode_one(UrlItem(f"{images.base}/b", digest=digest))
-        asked = images.asked.total()
+        asked = len(images.requested)
         hit = client.encode_one(UrlItem("http://127.0.0.1/whatever", digest=digest))
         assert (miss.content_digest, miss.tier, hit.tier) == (digest, CacheTier.MISS, CacheTier.HOST)
-        assert images.asked.total() == asked
+        assert len(images.requested) == asked
 
         started, refused = client.prefetch([UrlItem(f"{images.base}/b"), UrlItem("http://127.0.0.2/a")])
         assert isinstance(started, PrefetchStatus)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,7 +23,7 @@ from lm_adapter import (
     PreprocessOptions,
 )
 from lm_adapter import VisionEncoderClient as Client
-from tests.integration.conftest import FAMILIES, RunningService, running
+from tests.integration.conftest import FAMILIES, RunningService, Serve, running
 from tests.integration.test_process import command
 from tests.unit.ingest import clip_files, image_files
 
@@ -115,47 +114,18 @@ def test_p33_a_bad_clip_fails_alone(service: RunningService) -> None:
     }
 
 
-def test_limits_of_clips_are_announced_and_kept(checkpoints: dict[str, Path]) -> None:
-    data = clip(40)
-    limits = {"max_clip_bytes": len(data) - 1, "max_clip_patches": 4096}
-    with running(checkpoints["qwen3_vl"], CPU, **limits) as service, Client(service.target) as client:
+def test_limits_of_clips_are_announced_and_kept(serve: Serve) -> None:
+    gif = clip_files.encode(clip_files.moving(25), "gif.gif", fps=8)
+    limits = {"max_clip_bytes": len(gif), "max_clip_patches": 4096}
+    with serve(**limits, max_clip_decoded_pixels=20 * 64 * 48) as service, Client(service.target) as client:
         announced = client.info().limits
         assert {name: getattr(announced, name) for name in limits} == limits
         assert (announced.max_clip_duration_s, announced.max_clip_frames) == (7200.0, 2048)
-        short, long = client.encode([ClipItem(clip(20)), ClipItem(data)])
-        assert isinstance(short, EncodedRows)
-        assert isinstance(long, ItemFailed)
-        assert long.reason == "CLIP_TOO_LARGE"
-        assert f"{len(data)} bytes, the limit is {len(data) - 1}" in long.message
-
-
-def test_a_clip_that_takes_long_to_decode_is_refused_at_once(checkpoints: dict[str, Path]) -> None:
-    with (
-        running(checkpoints["qwen3_vl"], CPU, max_clip_decoded_pixels=20 * 64 * 48) as service,
-        Client(service.target) as client,
-    ):
-        gifs = [clip_files.encode(clip_files.moving(count), "gif.gif", fps=8) for count in (20, 40)]
-        short, long = client.encode([ClipItem(data) for data in gifs])
-        assert isinstance(short, EncodedRows)
-        assert isinstance(long, ItemFailed)
-        assert long.reason == "CLIP_TOO_LARGE"
-        assert "takes 40 frames = 122880 pixels, the limit is 61440" in long.message
-
-
-def test_p34_other_callers_do_not_wait_for_a_clip_that_is_read(service: RunningService) -> None:
-    frames = np.random.default_rng().integers(0, 256, (60, 240, 320, 3), dtype=np.uint8)
-    item = ClipItem(clip_files.encode(frames, fps=30), options=PreprocessOptions(fps=30.0))
-    with (
-        Client(service.target) as first,
-        Client(service.target) as second,
-        ThreadPoolExecutor(1) as pool,
-    ):
-        second.info()
-        second.encode_one(still())
-        reading = pool.submit(first.encode_one, item)
-        assert isinstance(second.encode_one(still()), EncodedRows)
-        assert not reading.done()
-        assert isinstance(reading.result(), EncodedRows)
+        short, *refused = client.encode([ClipItem(data) for data in (clip(20), gif, gif + b"0")])
+    assert isinstance(short, EncodedRows)
+    assert [getattr(failure, "reason", None) for failure in refused] == ["CLIP_TOO_LARGE"] * 2
+    assert "takes 25 frames = 76800 pixels, the limit is 61440" in str(refused[0])
+    assert f"{len(gif) + 1} bytes, the limit is {len(gif)}" in str(refused[1])
 
 
 def test_the_command_line_encodes_clips(service: RunningService, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from opentelemetry.sdk.trace import TracerProvider
 
 from lm_adapter import ClientTls, InvalidRequest, VisionEncoderClient, channel
-from lm_adapter.channel import bearer, channel_options, read_token_file
+from lm_adapter.channel import bearer, read_token_file
 from lm_adapter.testing import FakeEncoder
 from tests.certificates import Authority
 
@@ -38,12 +38,6 @@ def test_files_that_are_not_there_are_named(tmp_path: Path) -> None:
         VisionEncoderClient("127.0.0.1:1", tls=ClientTls(ca=tmp_path / "none.pem"))
     with pytest.raises(InvalidRequest, match="cannot read"):
         VisionEncoderClient("127.0.0.1:1", token_file=tmp_path / "none")
-
-
-def test_the_server_s_name_can_be_another_than_the_target_s() -> None:
-    named = dict(channel_options(None, ClientTls(server_name="encoder.internal")))
-    assert named["grpc.ssl_target_name_override"] == "encoder.internal"
-    assert "grpc.ssl_target_name_override" not in dict(channel_options(None, ClientTls()))
 
 
 def test_a_token_file_has_one_word(tmp_path: Path) -> None:

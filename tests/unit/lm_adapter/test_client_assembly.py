@@ -16,7 +16,7 @@ from encoder_service.rpc.convert import chunk_event
 from lm_adapter.assembly import Assembler, PlacedRows, prepare_items, read_chunk
 from lm_adapter.convert import dtype_number, prefetch_status
 from lm_adapter.errors import InvalidRows, ItemFailed, StreamViolation, TruncatedStream
-from lm_adapter.items import DigestItem, Grid, ImageItem, Item, PixelItem, PreprocessOptions, UrlItem
+from lm_adapter.items import Grid, ImageItem, Item, PixelItem, PreprocessOptions
 from lm_adapter.testing import fake_model, fake_rows
 from lm_adapter.types import EncodedRows, Limits, ModelInfo
 from vision_encoder.layout.varint import encode_varint
@@ -340,41 +340,6 @@ def test_a_chunk_as_a_service_writes_it_is_read_without_a_copy(index: int, offse
 
 
 # Requests -------------------------------------------------------------------------------------------------
-
-
-def test_items_become_messages() -> None:
-    pixels = np.arange(24, dtype=np.float32).reshape(4, 6)
-    items: list[Item] = [
-        ImageItem(b"jpeg", digest=b"d" * 32, options=PreprocessOptions(min_pixels=9, fps=2)),
-        PixelItem(pixels, Grid(1, 2, 2)),
-        DigestItem(b"e" * 32),
-        UrlItem("https://a.test/b?c=%20", digest=b"f" * 32, options=PreprocessOptions(max_pixels=7)),
-    ]
-    (batch,), refused = prepare_items(dict(enumerate(items)), Limits())
-    assert refused == {}
-    image, tensor, digest, url = batch.values()
-    assert (image.encoded, image.content_digest, image.modality) == (b"jpeg", b"d" * 32, pb.MODALITY_IMAGE)
-    assert image.options == pb.PreprocessOptions(min_pixels=9, fps=2.0)
-    assert tensor.pixels.inline.data == pixels.tobytes()
-    assert list(tensor.pixels.inline.shape) == [4, 6]
-    assert tensor.pixels.inline.dtype == pb.DTYPE_FLOAT32
-    assert tensor.content_digest == b""
-    assert digest.WhichOneof("content") == "digest_only"
-    assert (url.url, url.content_digest, url.options.max_pixels) == ("https://a.test/b?c=%20", b"f" * 32, 7)
-
-
-def test_pixels_travel_row_major_and_little_endian_whatever_their_memory() -> None:
-    plain = np.arange(24, dtype=np.float32).reshape(4, 6)
-    for array in (plain, np.asfortranarray(plain), plain.astype(">f4"), np.repeat(plain, 2, axis=1)[:, ::2]):
-        assert PixelItem(array, Grid(1, 2, 2)).packed() == ("float32", (4, 6), plain.tobytes())
-
-
-def test_torch_pixels_travel_in_their_dtype() -> None:
-    torch = pytest.importorskip("torch")
-    plain = torch.arange(24, dtype=torch.float32).reshape(4, 6)
-    dtype, shape, data = PixelItem(plain.to(torch.bfloat16).t().contiguous().t(), Grid(1, 2, 2)).packed()
-    assert (dtype, shape) == ("bfloat16", (4, 6))
-    assert data == plain.to(torch.bfloat16).view(torch.int16).numpy().tobytes()
 
 
 def test_p33_an_item_that_cannot_be_sent_fails_alone() -> None:

@@ -33,23 +33,15 @@ from lm_adapter import (
 )
 from lm_adapter.testing import FakeEncoder, Fault, fake_model
 from lm_adapter.types import Limits
-from tests.unit.lm_adapter.client_drivers import Open, SyncDriver, opener
+from tests.unit.lm_adapter.conftest import Open
 from tests.unit.lm_adapter.test_client import assert_rows_of, digest_of, image
 from vision_encoder.layout.host import host_id
 from vision_encoder.v1 import encoder_pb2 as pb
 
+pytestmark = pytest.mark.anyio
+
 ROOT = Path(__file__).parents[3]
 
-# What a fault does to its item: an outcome of its own, or the end of the call.
-ITEM_FAULTS = {
-    Fault.WRONG_WIDTH: "width",
-    Fault.WRONG_DTYPE: "dtype",
-    Fault.WRONG_LEVELS: "num_deepstack_levels",
-    Fault.WRONG_NUM_ROWS: "num_rows",
-    Fault.WRONG_GRID: "grid_thw",
-    Fault.OTHER_DELIVERY: "delivery",
-    Fault.SHORT_CHUNK: "rows_bytes",
-}
 CALL_FAULTS: dict[Fault, type[CallFailed]] = {
     Fault.MISSING_ITEM: TruncatedStream,
     Fault.MISSING_CHUNK: TruncatedStream,
@@ -65,12 +57,6 @@ def fake() -> Iterator[FakeEncoder]:
     encoder.script.limits = Limits(chunk_bytes=200)
     with encoder:
         yield encoder
-
-
-@pytest.fixture
-def open_client(fake: FakeEncoder) -> Iterator[Open]:
-    with opener(SyncDriver, fake.target) as open_driver:
-        yield open_driver
 
 
 def nobody() -> str:
@@ -98,18 +84,6 @@ def once_it_hangs(fake: FakeEncoder, action: Callable[[], object]) -> threading.
     return thread
 
 
-@pytest.mark.parametrize("fault", ITEM_FAULTS)
-def test_p22_bad_rows_fail_their_item_and_no_other(
-    fake: FakeEncoder, open_client: Open, fault: Fault
-) -> None:
-    fake.script.faults[digest_of(1)] = fault
-    outcomes = open_client().call("encode", [image(index) for index in range(3)])
-    assert isinstance(outcomes[1], InvalidRows)
-    assert outcomes[1].field == ITEM_FAULTS[fault]
-    assert_rows_of(outcomes[0], digest_of(0))
-    assert_rows_of(outcomes[2], digest_of(2))
-
-
 @pytest.mark.parametrize("fault", CALL_FAULTS)
 def test_p33_a_broken_stream_keeps_what_had_arrived(
     fake: FakeEncoder, open_client: Open, fault: Fault
@@ -118,42 +92,31 @@ def test_p33_a_broken_stream_keeps_what_had_arrived(
     client = open_client()
     items = [image(index) for index in range(3)]
     with pytest.raises(CALL_FAULTS[fault]) as caught:
-        client.call("encode", items)
+        client.encode(items)
     assert type(caught.value) is CALL_FAULTS[fault]
     assert_rows_of(caught.value.completed[0], digest_of(0))
     assert_rows_of(caught.value.completed[1], digest_of(1))
     fake.script.faults.clear()
-    assert_rows_of(client.call("encode_one", image(2)), digest_of(2))
+    assert_rows_of(client.encode_one(image(2)), digest_of(2))
 
 
-def test_p32_a_failed_item_brings_its_reason_at_once(fake: FakeEncoder, open_client: Open) -> None:
-    fake.script.failures[digest_of(1)] = ItemFailed(
-        "the image has 9 patches, at most 8 are taken",
-        reason="IMAGE_TOO_LARGE",
-        status=3,
-        retryable=True,
-        retry_after_ms=120,
-        details={"queued": 9, "allowed": 8},
-    )
+def test_p22_p32_a_failed_item_brings_its_reason_and_no_other_fails(
+    fake: FakeEncoder, open_client: Open
+) -> None:
+    """Rows that break a rule, too: which ones do is in test_client_assembly."""
+    failed = ItemFailed("9 patches, at most 8", reason="IMAGE_TOO_LARGE", status=3, details={"queued": 9})
+    fake.script.failures[digest_of(1)] = failed
+    fake.script.faults[digest_of(3)] = Fault.WRONG_WIDTH
     client = open_client()
-    started = time.monotonic()
-    outcomes = client.call("encode", [image(0), image(1), image(2)])
-    assert time.monotonic() - started < 10, "the client waits for half a minute"
-    failure = outcomes[1]
-    assert isinstance(failure, ItemFailed)
-    assert (failure.reason, failure.status, failure.retryable, failure.retry_after_ms) == (
-        "IMAGE_TOO_LARGE",
-        3,
-        True,
-        120,
-    )
-    assert failure.details == {"queued": "9", "allowed": "8"}
-    assert "9 patches" in str(failure)
-    assert_rows_of(outcomes[0], digest_of(0))
-    assert_rows_of(outcomes[2], digest_of(2))
+    outcomes = client.encode([image(index) for index in range(4)])
+    assert (outcomes[1].reason, outcomes[1].status) == ("IMAGE_TOO_LARGE", 3)
+    assert outcomes[1].details == {"queued": "9"}
+    assert isinstance(outcomes[3], InvalidRows)
+    for index in (0, 2):
+        assert_rows_of(outcomes[index], digest_of(index))
     with pytest.raises(ItemFailed, match="9 patches"):
-        client.call("encode_one", image(1))
-    (status,) = client.call("prefetch", [image(1)])
+        client.encode_one(image(1))
+    (status,) = client.prefetch([image(1)])
     assert status.reason == "IMAGE_TOO_LARGE"
 
 
@@ -173,7 +136,7 @@ def test_p32_a_refused_call_brings_the_services_reason(
     fake.script.call_failures[method] = (status, account)
     argument = [digest_of(0)] if method in ("Lookup", "Fetch") else [image(0)]
     with pytest.raises(kind, match="why") as caught:
-        open_client(waits=False).call(method.lower(), argument)
+        getattr(open_client(waits=False), method.lower())(argument)
     assert (caught.value.reason, caught.value.retryable, caught.value.retry_after_ms) == (
         "SOME_REASON",
         True,
@@ -183,7 +146,7 @@ def test_p32_a_refused_call_brings_the_services_reason(
 
 def test_an_unknown_model_is_refused(open_client: Open) -> None:
     with pytest.raises(RequestRefused, match="'other'") as caught:
-        open_client(model="other").call("encode_one", image(0))
+        open_client(model="other").encode_one(image(0))
     assert caught.value.reason == "UNKNOWN_MODEL"
 
 
@@ -195,10 +158,10 @@ def test_p35_no_common_protocol_version_is_a_mismatch(
     client = open_client()
     for method, argument in (("encode", [image(0)]), ("lookup", [digest_of(0)]), ("wait_ready", 5.0)):
         with pytest.raises(ProtocolMismatch, match=f"versions {low} to {high}, this adapter 1 to 1"):
-            client.call(method, argument)
+            getattr(client, method)(argument)
     assert fake.num_calls["Encode"] == 0
     fake.script.min_protocol_version, fake.script.protocol_version = 1, 9
-    assert_rows_of(client.call("encode_one", image(0)), digest_of(0))
+    assert_rows_of(client.encode_one(image(0)), digest_of(0))
 
 
 def test_p35_another_kind_of_server_is_a_mismatch(open_client: Open) -> None:
@@ -209,7 +172,7 @@ def test_p35_another_kind_of_server_is_a_mismatch(open_client: Open) -> None:
     server.start()
     try:
         with pytest.raises(ProtocolMismatch, match=r"does not speak vision_encoder\.v1"):
-            open_client(f"127.0.0.1:{port}").call("info")
+            open_client(f"127.0.0.1:{port}").info()
     finally:
         server.stop(None).wait()
 
@@ -217,10 +180,10 @@ def test_p35_another_kind_of_server_is_a_mismatch(open_client: Open) -> None:
 def test_p32_a_server_stopped_in_mid_stream_is_unavailable(fake: FakeEncoder, open_client: Open) -> None:
     fake.script.faults[digest_of(2)] = Fault.HANG
     client = open_client()
-    client.call("wait_ready", 10.0)
+    client.wait_ready(10.0)
     timer = once_it_hangs(fake, fake.stop)
     with pytest.raises(EncoderUnavailable, match="2 of 4 items") as caught:
-        client.call("encode", [image(index) for index in range(4)])
+        client.encode([image(index) for index in range(4)])
     timer.join()
     assert sorted(caught.value.completed) == [0, 1]
     for index, outcome in caught.value.completed.items():
@@ -228,22 +191,22 @@ def test_p32_a_server_stopped_in_mid_stream_is_unavailable(fake: FakeEncoder, op
     assert caught.value.retryable
     fake.script.faults.clear()
     fake.start()
-    client.call("wait_ready", 10.0)
-    assert_rows_of(client.call("encode_one", image(2)), digest_of(2))
+    client.wait_ready(10.0)
+    assert_rows_of(client.encode_one(image(2)), digest_of(2))
 
 
 def test_a_server_that_came_back_is_asked_anew_who_it_is(fake: FakeEncoder, open_client: Open) -> None:
     client = open_client()
-    client.call("encode_one", image(0))
+    client.encode_one(image(0))
     fake.stop()
     with pytest.raises(EncoderUnavailable):
-        client.call("encode_one", image(0))
+        client.encode_one(image(0))
     fake.script.model = fake_model("kimi_k25")
     fake.start()
 
     def answered() -> bool:
         try:
-            assert_rows_of(client.call("encode_one", image(0)), digest_of(0))
+            assert_rows_of(client.encode_one(image(0)), digest_of(0))
         except EncoderUnavailable:
             return False
         return True
@@ -252,19 +215,11 @@ def test_a_server_that_came_back_is_asked_anew_who_it_is(fake: FakeEncoder, open
     assert fake.num_calls["GetServerInfo"] == 1
 
 
-def test_nobody_there_is_unavailable_at_once(open_client: Open) -> None:
-    target = nobody()
-    started = time.monotonic()
-    with pytest.raises(EncoderUnavailable, match=target):
-        open_client(target).call("encode_one", image(0))
-    assert time.monotonic() - started < 5
-
-
 def test_a_deadline_passes_in_mid_stream(fake: FakeEncoder, open_client: Open) -> None:
     fake.script.faults[digest_of(1)] = Fault.HANG
     started = time.monotonic()
     with pytest.raises(DeadlineExceeded, match="1 of 2 items") as caught:
-        open_client().call("encode", [image(0), image(1)], timeout_s=2)
+        open_client().encode([image(0), image(1)], timeout_s=2)
     assert time.monotonic() - started < 12
     assert_rows_of(caught.value.completed[0], digest_of(0))
     wait_until(lambda: fake.num_cancelled["Encode"] == 1)
@@ -277,16 +232,16 @@ def test_p33_oversize_messages_fail_alone_when_known_and_as_a_call_when_not(
     fake.restart()
     large = ImageItem(bytes(200_000), digest=digest_of(1))
     client = open_client()
-    outcomes = client.call("encode", [image(0), large])
+    outcomes = client.encode([image(0), large])
     assert_rows_of(outcomes[0], digest_of(0))
     assert outcomes[1].reason == "MESSAGE_TOO_LARGE"
     # A server that announces no limit, and has one.
     fake.script.limits = Limits(chunk_bytes=200)
     unaware = open_client()
     with pytest.raises(RequestRefused) as caught:
-        unaware.call("encode", [image(0), large])
+        unaware.encode([image(0), large])
     assert caught.value.reason == "MESSAGE_TOO_LARGE"
-    assert_rows_of(unaware.call("encode_one", image(0)), digest_of(0))
+    assert_rows_of(unaware.encode_one(image(0)), digest_of(0))
 
 
 def test_an_answer_over_the_clients_limit_is_refused(fake: FakeEncoder, open_client: Open) -> None:
@@ -294,19 +249,19 @@ def test_an_answer_over_the_clients_limit_is_refused(fake: FakeEncoder, open_cli
     fake.script.model = fake_model(out_width=512)
     client = open_client(options={"grpc.max_receive_message_length": 1000})
     with pytest.raises(RequestRefused, match="over the size limit"):
-        client.call("encode_one", image(0))
+        client.encode_one(image(0))
     small = open_client(max_rows_bytes=1000)
     with pytest.raises(InvalidRows, match="this client takes 1000"):
-        small.call("encode_one", image(0))
+        small.encode_one(image(0))
 
 
 def test_a_replaced_model_is_noticed_after_one_refusal(fake: FakeEncoder, open_client: Open) -> None:
     client = open_client()
-    client.call("encode_one", image(0))
+    client.encode_one(image(0))
     fake.script.model = fake_model("qwen3_5")
     with pytest.raises(InvalidRows):
-        client.call("encode_one", image(0))
-    assert_rows_of(client.call("encode_one", image(0)), digest_of(0))
+        client.encode_one(image(0))
+    assert_rows_of(client.encode_one(image(0)), digest_of(0))
 
 
 def test_wait_ready_waits_for_the_server_and_for_its_health(open_client: Open) -> None:
@@ -314,7 +269,7 @@ def test_wait_ready_waits_for_the_server_and_for_its_health(open_client: Open) -
     encoder.script.serving = False
     client = open_client(encoder.target)
     with pytest.raises(DeadlineExceeded, match=r"not ready within 0\.3 s"):
-        client.call("wait_ready", 0.3)
+        client.wait_ready(0.3)
     try:
         started = time.monotonic()
         after(0.2, encoder.start)
@@ -323,11 +278,11 @@ def test_wait_ready_waits_for_the_server_and_for_its_health(open_client: Open) -
             encoder.script.serving = True
 
         after(0.8, serve)
-        assert client.call("wait_ready", 15.0).server_version == "fake"
+        assert client.wait_ready(15.0).server_version == "fake"
         assert time.monotonic() - started > 0.7
         encoder.script.serving = False
         with pytest.raises(DeadlineExceeded, match="NOT_SERVING"):
-            client.call("wait_ready", 0.3)
+            client.wait_ready(0.3)
     finally:
         encoder.stop()
 
@@ -400,40 +355,32 @@ def test_a_call_that_begins_while_the_client_closes_ends(fake: FakeEncoder, seed
     client.close()
 
 
-def test_closing_under_an_async_call_cancels_it(fake: FakeEncoder) -> None:
+async def test_closing_under_an_async_call_cancels_it(fake: FakeEncoder) -> None:
     fake.script.faults[digest_of(1)] = Fault.HANG
-
-    async def scenario() -> None:
-        client = AsyncVisionEncoderClient(fake.target)
-        call = asyncio.ensure_future(client.encode([image(0), image(1)]))
-        await asyncio.to_thread(once_it_hangs(fake, lambda: None).join)
-        await client.close()
-        with pytest.raises(CallCancelled) as caught:
-            await call
-        assert_rows_of(caught.value.completed[0], digest_of(0))
-
-    asyncio.run(scenario())
+    client = AsyncVisionEncoderClient(fake.target)
+    call = asyncio.ensure_future(client.encode([image(0), image(1)]))
+    await asyncio.to_thread(once_it_hangs(fake, lambda: None).join)
+    await client.close()
+    with pytest.raises(CallCancelled) as caught:
+        await call
+    assert_rows_of(caught.value.completed[0], digest_of(0))
 
 
 @pytest.mark.parametrize("closes", [False, True])
-def test_a_cancelled_task_cancels_its_call_and_stays_cancelled(fake: FakeEncoder, closes: bool) -> None:
+async def test_a_cancelled_task_cancels_its_call_and_stays_cancelled(fake: FakeEncoder, closes: bool) -> None:
     """closes: the client is closed before the task has ended."""
     fake.script.faults[digest_of(1)] = Fault.HANG
-
-    async def scenario() -> None:
-        async with AsyncVisionEncoderClient(fake.target) as client:
-            call = asyncio.ensure_future(client.encode([image(0), image(1)]))
-            await asyncio.to_thread(once_it_hangs(fake, lambda: None).join)
-            call.cancel()
-            if closes:
-                await client.close()
-            with pytest.raises(asyncio.CancelledError):
-                await call
-            await asyncio.to_thread(wait_until, lambda: fake.num_cancelled["Encode"] == 1)
-            if not closes:  # the channel serves its other callers still
-                assert_rows_of(await client.encode_one(image(2)), digest_of(2))
-
-    asyncio.run(scenario())
+    async with AsyncVisionEncoderClient(fake.target) as client:
+        call = asyncio.ensure_future(client.encode([image(0), image(1)]))
+        await asyncio.to_thread(once_it_hangs(fake, lambda: None).join)
+        call.cancel()
+        if closes:
+            await client.close()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        await asyncio.to_thread(wait_until, lambda: fake.num_cancelled["Encode"] == 1)
+        if not closes:  # the channel serves its other callers still
+            assert_rows_of(await client.encode_one(image(2)), digest_of(2))
 
 
 def test_a_cancelled_task_stays_cancelled_when_grpc_reports_it_as_a_status(
@@ -471,29 +418,13 @@ def test_p44_a_stream_that_broke_is_asked_once_more_for_what_had_not_come(
 ) -> None:
     fake.script.num_cuts = 1
     client = open_client()
-    outcomes = client.call("encode", [image(index) for index in range(4)])
+    outcomes = client.encode([image(index) for index in range(4)])
     for index, outcome in enumerate(outcomes):
         assert_rows_of(outcome, digest_of(index))
     requests = [call.request for call in fake.calls if call.method == "Encode"]
     assert [len(request.items) for request in requests] == [4, 3]
     fake.script.num_cuts = 2
     with pytest.raises(EncoderUnavailable) as caught:
-        client.call("fetch", [outcome.key for outcome in outcomes])
+        client.fetch([outcome.key for outcome in outcomes])
     assert sorted(caught.value.completed) == [0, 1]
     assert fake.num_calls["Fetch"] == 2
-
-
-def test_p34_the_loop_stays_free_while_a_call_waits(fake: FakeEncoder) -> None:
-    fake.script.latency_s = 1.0
-
-    async def scenario() -> int:
-        ticks = 0
-        async with AsyncVisionEncoderClient(fake.target) as client:
-            call = asyncio.ensure_future(client.encode_one(image(0)))
-            while not call.done():
-                await asyncio.sleep(0.005)
-                ticks += 1
-            assert_rows_of(await call, digest_of(0))
-        return ticks
-
-    assert asyncio.run(scenario()) > 10

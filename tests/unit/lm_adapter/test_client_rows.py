@@ -7,8 +7,6 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from lm_adapter import (
     EncodedRows,
@@ -20,7 +18,7 @@ from lm_adapter import (
 )
 from lm_adapter.checks import RowsHeader, check_header
 from lm_adapter.testing import fake_model, fake_rows
-from lm_adapter.types import Limits, upcast_bfloat16
+from lm_adapter.types import Limits
 
 VALUES = fake_rows(b"digest", 6, 8)
 
@@ -64,15 +62,6 @@ def test_torch_and_float32_numpy_share_the_payloads_memory() -> None:
     assert rows.numpy()[0, 0] == 42.0
     assert make_rows("bfloat16").torch().data_ptr() != rows.torch().data_ptr()
     assert rows.torch().data_ptr() == rows.payload.ctypes.data
-
-
-@settings(deadline=None)
-@given(st.lists(st.integers(0, 2**16 - 1), min_size=1, max_size=50))
-def test_bfloat16_widens_as_torch_does(bits: list[int]) -> None:
-    torch = pytest.importorskip("torch")
-    array = np.array(bits, dtype=np.uint16)
-    expected = torch.from_numpy(array.view(np.int16)).view(torch.bfloat16).float().numpy()
-    np.testing.assert_array_equal(upcast_bfloat16(array), expected)
 
 
 def check(rows: EncodedRows, **changes: object) -> None:

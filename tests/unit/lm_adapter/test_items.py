@@ -13,12 +13,8 @@ from PIL import Image
 
 from lm_adapter import (
     ClipItem,
-    DigestItem,
-    EncodedRows,
-    Grid,
     ImageItem,
     InvalidRequest,
-    ItemFailed,
     PreprocessOptions,
 )
 
@@ -65,17 +61,3 @@ def test_a_path_is_no_data(kind: Any) -> None:
         text = rf"data is a {type(data).__name__}, needs bytes; {kind.__name__}\.from_path reads a file"
         with pytest.raises(InvalidRequest, match=text):
             kind(data)
-
-
-def test_records_are_shown_shortly() -> None:
-    rows = EncodedRows(
-        DIGEST, DIGEST, Grid(1, 2, 4), 2, 8, "float32", 1, np.zeros(64, np.uint8), timestamps_s=(0.5,) * 100
-    )
-    assert repr(rows) == (
-        "EncodedRows(key=000102030405..., content_digest=000102030405..., grid_thw=Grid(t=1, h=2, w=4), "
-        "num_rows=2, width=8, dtype='float32', num_deepstack_levels=1)"
-    )
-    assert repr(ImageItem(bytes(5000))) == "ImageItem(data=<5000 bytes>)"
-    assert repr(DigestItem(DIGEST)) == "DigestItem(digest=000102030405...)"
-    failed = ItemFailed("the image file has 0 bytes", reason="UNDECODABLE_IMAGE")
-    assert repr(failed) == "ItemFailed(UNDECODABLE_IMAGE: the image file has 0 bytes)"

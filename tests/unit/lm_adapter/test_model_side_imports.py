@@ -5,15 +5,6 @@ from __future__ import annotations
 from tests.unit.lm_adapter.interpreter import output_of
 
 
-def test_importing_the_adapter_reaches_nothing_heavy() -> None:
-    code = (
-        "import sys, lm_adapter\n"
-        "heavy = ('torch', 'transformers', 'fastapi', 'triton', 'cuda', 'PIL', 'encoder_service')\n"
-        "assert not [n for n in sys.modules if n.partition('.')[0] in heavy]\n"
-    )
-    output_of(code)
-
-
 def test_p10_a_client_encodes_with_the_adapters_own_dependencies() -> None:
     """What needs another package says which one."""
     code = """

@@ -2,79 +2,50 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import grpc
 import pytest
 
 from bench.harness.waiting import wait_until
 from lm_adapter import (
-    AsyncVisionEncoderClient,
-    EncodedRows,
     EncoderOverloaded,
     ItemFailed,
     VisionEncoderClient,
 )
-from lm_adapter.testing import FakeEncoder, Fault
-from tests.unit.lm_adapter.client_drivers import Driver, SyncDriver, opener
+from lm_adapter.testing import FakeEncoder
+from tests.unit.lm_adapter.conftest import Open
 from tests.unit.lm_adapter.test_client import assert_rows_of, digest_of, image
+
+pytestmark = pytest.mark.anyio
 
 FULL = ItemFailed("queue holds 8 of 8", reason="QUEUE_FULL", status=8, retryable=True, retry_after_ms=1)
 BROKEN = ItemFailed("the JPEG file is truncated", reason="UNDECODABLE_IMAGE", status=3)
 SHORT_S = 0.3
 
 
-@pytest.fixture
-def fake() -> Iterator[FakeEncoder]:
-    with FakeEncoder() as running:
-        yield running
-
-
 @pytest.fixture(params=[False, True], ids=["one encoder", "fleet"])
-def driver(request: pytest.FixtureRequest, fake: FakeEncoder) -> Iterator[Driver]:
-    with opener(SyncDriver, fake.target, fleet=request.param) as open_driver:
-        yield open_driver()
-
-
-@pytest.mark.parametrize("fleet", [False, True])
-def test_two_hundred_calls_at_once_get_their_rows_from_a_service_that_refused_some(
-    fake: FakeEncoder, fleet: bool
-) -> None:
-    """And the failure of a bad file stays its own."""
-    fake.script.num_refusals = 150
-    fake.script.failures[digest_of(7)] = BROKEN
-
-    async def scenario() -> list[EncodedRows | BaseException]:
-        async with AsyncVisionEncoderClient(fake.target, fleet=fleet) as client:
-            calls = (client.encode(image(index)) for index in range(200))
-            return await asyncio.gather(*calls, return_exceptions=True)
-
-    for index, outcome in enumerate(asyncio.run(scenario())):
-        if index == 7:
-            assert isinstance(outcome, ItemFailed)
-            assert outcome.reason == "UNDECODABLE_IMAGE"
-        else:
-            assert_rows_of(outcome, digest_of(index))
+def client(request: pytest.FixtureRequest, open_client: Open) -> Any:
+    return open_client(fleet=request.param)
 
 
 @pytest.mark.parametrize("method", ["encode", "prefetch"])
-def test_only_refused_items_of_a_call_are_sent_again(fake: FakeEncoder, driver: Driver, method: str) -> None:
+def test_only_refused_items_of_a_call_are_sent_again(fake: FakeEncoder, client: Any, method: str) -> None:
     fake.script.num_refusals = 3
-    outcomes = driver.call(method, [image(index) for index in range(8)])
+    outcomes = getattr(client, method)([image(index) for index in range(8)])
     assert [outcome.content_digest for outcome in outcomes] == [digest_of(index) for index in range(8)]
     sent = [len(call.request.items) for call in fake.calls if call.method == method.capitalize()]
     assert sum(sent) == 11
 
 
 @pytest.mark.parametrize("method", ["encode", "prefetch"])
-def test_overload_until_the_deadline_is_no_bad_file(fake: FakeEncoder, driver: Driver, method: str) -> None:
-    driver.call("info")
+def test_overload_until_the_deadline_is_no_bad_file(fake: FakeEncoder, client: Any, method: str) -> None:
+    client.info()
     fake.script.failures[digest_of(1)] = FULL
     fake.script.failures[digest_of(2)] = BROKEN
     with pytest.raises(EncoderOverloaded, match=r"until the deadline: .*queue holds 8 of 8") as caught:
-        driver.call(method, [image(index) for index in range(3)], timeout_s=SHORT_S)
+        getattr(client, method)([image(index) for index in range(3)], timeout_s=SHORT_S)
     assert (caught.value.reason, caught.value.retryable, caught.value.retry_after_ms) == (
         "QUEUE_FULL",
         True,
@@ -84,14 +55,12 @@ def test_overload_until_the_deadline_is_no_bad_file(fake: FakeEncoder, driver: D
     assert caught.value.completed[2].reason == "UNDECODABLE_IMAGE"
     assert fake.num_calls[method.capitalize()] >= 3
     with pytest.raises(EncoderOverloaded):
-        driver.call("encode_one", image(1), timeout_s=SHORT_S)
+        client.encode_one(image(1), timeout_s=SHORT_S)
 
 
 @pytest.mark.parametrize("method", ["Encode", "Prefetch", "Fetch", "Lookup", "GetServerInfo"])
-def test_a_call_that_is_refused_as_a_whole_is_made_again(
-    fake: FakeEncoder, driver: Driver, method: str
-) -> None:
-    key = digest_of(0) if method == "GetServerInfo" else driver.call("encode", image(0)).key
+def test_a_call_that_is_refused_as_a_whole_is_made_again(fake: FakeEncoder, client: Any, method: str) -> None:
+    key = digest_of(0) if method == "GetServerInfo" else client.encode(image(0)).key
     fake.script.call_failures[method] = (grpc.StatusCode.RESOURCE_EXHAUSTED, FULL)
     num_before = fake.num_calls[method]
 
@@ -103,40 +72,9 @@ def test_a_call_that_is_refused_as_a_whole_is_made_again(
     called = {"GetServerInfo": "encode"}.get(method, method.lower())
     with ThreadPoolExecutor(1) as pool:
         admitted = pool.submit(admit)
-        (outcome,) = driver.call(called, argument)
+        (outcome,) = getattr(client, called)(argument)
         admitted.result()
     assert not isinstance(outcome, ItemFailed)
-
-
-def test_a_client_that_does_not_wait_fails_at_once(fake: FakeEncoder) -> None:
-    fake.script.failures[digest_of(1)] = FULL
-    with VisionEncoderClient(fake.target, waits=False) as client:
-        for method in (client.encode, client.prefetch):
-            with pytest.raises(EncoderOverloaded, match="queue holds") as caught:
-                method([image(0), image(1)])
-            assert sorted(caught.value.completed) == [0]
-        assert (fake.num_calls["Encode"], fake.num_calls["Prefetch"]) == (1, 1)
-        assert isinstance(client.encode(image(2)), EncodedRows)
-
-
-def test_max_in_flight_items_are_at_the_service(fake: FakeEncoder) -> None:
-    """The others wait in the client, and keep their order."""
-    for index in range(2):
-        fake.script.faults[digest_of(index)] = Fault.HANG
-
-    async def scenario() -> None:
-        async with AsyncVisionEncoderClient(fake.target, max_in_flight=2) as client:
-            calls = [asyncio.ensure_future(client.encode(image(index))) for index in range(6)]
-            await asyncio.to_thread(wait_until, lambda: fake.num_hanging == 2, "both calls")
-            assert fake.num_calls["Encode"] == 2
-            fake.resume()
-            for index, call in enumerate(calls):
-                assert_rows_of(await call, digest_of(index))
-        digests = [call.request.items[0].content_digest for call in fake.calls if call.method == "Encode"]
-        assert set(digests[:2]) == {digest_of(0), digest_of(1)}
-        assert sorted(digests[2:4]) == sorted([digest_of(2), digest_of(3)])
-
-    asyncio.run(scenario())
 
 
 def test_a_long_list_goes_in_calls_of_max_in_flight(fake: FakeEncoder) -> None:

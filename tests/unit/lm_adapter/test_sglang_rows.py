@@ -63,15 +63,6 @@ async def test_rows_of_each_image_in_order(fake: FakeEncoder, reader: RowReader)
     assert rows[0].key == rows[2].key != rows[1].key
 
 
-async def test_p22_rows_that_contradict_the_result_are_refused(fake: FakeEncoder, reader: RowReader) -> None:
-    bad = image(b"\0")
-    fake.script.faults[bad.digest] = Fault.WRONG_WIDTH
-    with pytest.raises(InvalidRows) as refused:
-        await read(reader, [image(b"\1"), bad], [GRID, GRID])
-    assert refused.value.field == "width"
-    assert await read(reader, [image(b"\1")], [GRID])
-
-
 @pytest.mark.parametrize(
     ("geometry", "grid", "words"),
     [
@@ -89,16 +80,6 @@ async def test_p11_p22_rows_of_another_model_or_grid_are_refused(
     with pytest.raises(InvalidRows, match=words):
         await read(reader, [image(b"\0")], [grid])
     reader.close()
-
-
-async def test_p32_an_encoder_that_restarts_is_waited_for(fake: FakeEncoder, reader: RowReader) -> None:
-    """Also one with other settings, whose rows the client has compared with the former one's."""
-    await read(reader, [image(b"\0")], [GRID])
-    fake.stop()
-    reading = asyncio.create_task(read(reader, [image(b"\1")], [GRID]))
-    await asyncio.to_thread(fake.start)
-    (rows,) = await reading
-    assert rows.content_digest == content_digest(b"\1")
 
 
 async def test_p32_an_encoder_that_is_away_or_slow_fails_in_time(fake: FakeEncoder) -> None:
@@ -209,12 +190,6 @@ def test_kimi_has_plain_positions() -> None:
     prompt = ImagePrompt.of([1, 500, 2], [GRID], KIMI)
     assert prompt.ids == [1, *[500] * 6, 2]
     assert prompt.positions is None
-
-
-def test_images_and_placeholders_have_to_match() -> None:
-    """SGLang answers 400 to a ValueError."""
-    with pytest.raises(ValueError, match="placeholders"):
-        ImagePrompt.of([500, 1, 500], [GRID], QWEN)
 
 
 def test_sglangs_own_word_for_an_image() -> None:

@@ -62,15 +62,6 @@ def test_sizes_are_those_of_the_upright_image_as_the_encoder_has_them(name: str,
     assert (image.data, image.digest) == (data, content_digest(data))
 
 
-@pytest.mark.parametrize("name", odd_pngs(1, 1))
-def test_pngs_whose_orientation_follows_their_pixels(name: str) -> None:
-    width, height = random.sample(range(1, 200), 2)
-    data, is_turned = odd_pngs(width, height)[name]
-    size = open_image(data, LIMITS).size
-    assert ImageFile.read(data).size == (size.width, size.height)
-    assert ImageFile.read(data).size == ((height, width) if is_turned else (width, height))
-
-
 @pytest.mark.parametrize("data", [one for one, _ in odd_pngs(9, 5).values()])
 def test_cut_pngs_have_the_services_size_or_none(data: bytes) -> None:
     for length in range(len(data) + 1):
@@ -118,21 +109,6 @@ def test_p33_data_that_is_no_image_is_a_value_error(name: str) -> None:
 
 
 # Pixels ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("mode", ["1", "L", "LA", "RGB", "RGBA", "I;16"])
-def test_pixels_of_modes_that_png_has_survive(mode: str) -> None:
-    if mode == "I;16":
-        image = Image.fromarray(GENERATOR.integers(0, 1 << 16, (5, 7), dtype=np.uint16))
-    else:
-        image = Image.fromarray(pixels_of(5, 7, 4)).convert(mode)
-    assert image.mode == mode
-    found = ImageFile.of_pixels(image)
-    assert found.size == (7, 5)
-    assert found.digest == content_digest(found.data)
-    assert decoded(found).mode == mode
-    assert np.array_equal(np.asarray(decoded(found).convert("RGBA")), np.asarray(image.convert("RGBA")))
-    assert found.digest != ImageFile.of_pixels(image.rotate(180)).digest
 
 
 MODES = (

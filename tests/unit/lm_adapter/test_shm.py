@@ -28,16 +28,17 @@ from lm_adapter import (
 )
 from lm_adapter.errors import MappingFailed
 from lm_adapter.shm import mapping
-from lm_adapter.shm.attachment import AttachedMemory
 from lm_adapter.shm.reader import MappedArena
 from lm_adapter.testing import Fault
 from tests.unit.lm_adapter import shm_rig
-from tests.unit.lm_adapter.client_drivers import DRIVERS, Driver, Open, opener
+from tests.unit.lm_adapter.conftest import Open, opener
 from tests.unit.lm_adapter.shm_rig import NAMESPACE, Encoder
 from tests.unit.lm_adapter.test_client import assert_rows_of, digest_of, image
 from vision_encoder.layout import LAYOUT_VERSION, control_page, directory
 from vision_encoder.v1 import broker_pb2
 from vision_encoder.v1 import encoder_pb2 as pb
+
+pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture
@@ -46,15 +47,15 @@ def encoder(tmp_path: Path) -> Iterator[Encoder]:
         yield running
 
 
-@pytest.fixture(params=sorted(DRIVERS))
-def open_client(request: pytest.FixtureRequest, encoder: Encoder) -> Iterator[Open]:
-    with opener(DRIVERS[request.param], encoder.fake.target, namespace=NAMESPACE) as open_driver:
-        yield open_driver
+@pytest.fixture
+def open_client(encoder: Encoder) -> Iterator[Open]:
+    with opener(encoder.fake.target, namespace=NAMESPACE) as open_one:
+        yield open_one
 
 
-def attached(open_client: Open, **settings: Any) -> Driver:
+def attached(open_client: Open, **settings: Any) -> Any:
     client = open_client(**settings)
-    transport = client.call("wait_transport", 10.0)
+    transport = client.wait_transport(10.0)
     assert transport.name == "host", transport.reason
     return client
 
@@ -74,10 +75,10 @@ def num_mapped(arena: shm_rig.Arena) -> int:
 
 def test_rows_come_by_place_and_then_by_directory(encoder: Encoder, open_client: Open) -> None:
     client = attached(open_client)
-    first = client.call("encode", [image(0), image(1)])
+    first = client.encode([image(0), image(1)])
     assert [one.delivery for one in encoder.requests("Encode")] == [pb.DELIVERY_HOST]
-    again = client.call("encode", [image(0), DigestItem(digest_of(1))])
-    fetched = client.call("fetch", [one.key for one in first])
+    again = client.encode([image(0), DigestItem(digest_of(1))])
+    fetched = client.fetch([one.key for one in first])
     assert encoder.fake.num_calls["Encode"] == 1
     assert encoder.fake.num_calls["Fetch"] == 0
     for outcomes in (first, again, fetched):
@@ -93,45 +94,38 @@ def test_a_file_without_a_digest_is_hashed_here_and_sent_with_its_digest(
 ) -> None:
     client = attached(open_client)
     item = ImageItem(b"a file")
-    rows = client.call("encode_one", item)
+    rows = client.encode_one(item)
     (request,) = encoder.requests("Encode")
     assert request.items[0].content_digest == rows.content_digest
-    assert_rows_of(client.call("encode_one", item), rows.content_digest)
+    assert_rows_of(client.encode_one(item), rows.content_digest)
     assert encoder.fake.num_calls["Encode"] == 1
     large = ImageItem(bytes((8 << 20) + 1))
-    client.call("encode_one", large)
+    client.encode_one(large)
     assert encoder.requests("Encode")[1].items[0].content_digest == b"", "the service hashes large files"
 
 
 def test_what_is_not_listed_is_asked_for_beside_what_is(encoder: Encoder, open_client: Open) -> None:
     client = attached(open_client)
-    client.call("encode", [image(0), image(2)])
-    outcomes = client.call("encode", [image(index) for index in range(4)])
+    client.encode([image(0), image(2)])
+    outcomes = client.encode([image(index) for index in range(4)])
     for index, outcome in enumerate(outcomes):
         assert_rows_of(outcome, digest_of(index))
     assert [len(request.items) for request in encoder.requests("Encode")] == [2, 2]
 
 
-def test_p18_another_namespace_finds_nothing_in_the_same_arena(encoder: Encoder, open_client: Open) -> None:
-    attached(open_client).call("encode_one", image(0))
-    other = attached(open_client, namespace="other")
-    assert_rows_of(other.call("encode_one", image(0)), digest_of(0))
-    assert encoder.fake.num_calls["Encode"] == 2
-
-
 def test_reads_are_reported_in_batches(encoder: Encoder, open_client: Open) -> None:
     client = attached(open_client)
-    placed = client.call("encode_one", image(0))
+    placed = client.encode_one(image(0))
     generation = encoder.arena.page.generation(0)
     for _ in range(3):
-        client.call("encode_one", image(0))
-    client.pause(0.3)
+        client.encode_one(image(0))
+    time.sleep(0.3)
     wait_until(lambda: len(touches(encoder)[0]) == 4)
     assert touches(encoder) == ([(placed.key, generation)] * 4, 0)
     assert len(encoder.requests("Touch")) <= 2
 
 
-def test_p34_short_copies_stay_on_the_loop_and_long_ones_leave_it(
+async def test_p34_short_copies_stay_on_the_loop_and_long_ones_leave_it(
     encoder: Encoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads: list[int] = []
@@ -142,27 +136,16 @@ def test_p34_short_copies_stay_on_the_loop_and_long_ones_leave_it(
         return copy(self, *arguments)
 
     monkeypatch.setattr(mapping.HostMemory, "copy", recorded)
-
-    async def scenario() -> None:
-        async with AsyncVisionEncoderClient(
-            encoder.fake.target, namespace=NAMESPACE, timeout_s=20.0
-        ) as client:
-            assert (await client.wait_transport(10.0)).name == "host"
-            for _ in ("placed", "listed"):
-                assert_rows_of(await client.encode_one(image(0)), digest_of(0))
-            assert threads == [threading.get_ident()] * 2
-            monkeypatch.setattr("lm_adapter.resident.MAX_LOOP_COPY_S", 0.0)
-            for _ in ("placed", "listed"):
-                assert_rows_of(await client.encode_one(image(1)), digest_of(1))
-            assert len(threads) == 4
-            assert threading.get_ident() not in threads[2:]
-
-    asyncio.run(scenario())
-
-
-@pytest.mark.parametrize("name", ["device", "host"])
-def test_a_copy_of_a_megabyte_is_estimated_to_take_under_a_millisecond(name: str) -> None:
-    assert 0 < AttachedMemory(name, []).copy_s(1 << 20) < 1e-3
+    async with AsyncVisionEncoderClient(encoder.fake.target, namespace=NAMESPACE, timeout_s=20.0) as client:
+        assert (await client.wait_transport(10.0)).name == "host"
+        for _ in ("placed", "listed"):
+            assert_rows_of(await client.encode_one(image(0)), digest_of(0))
+        assert threads == [threading.get_ident()] * 2
+        monkeypatch.setattr("lm_adapter.resident.MAX_LOOP_COPY_S", 0.0)
+        for _ in ("placed", "listed"):
+            assert_rows_of(await client.encode_one(image(1)), digest_of(1))
+        assert len(threads) == 4
+        assert threading.get_ident() not in threads[2:]
 
 
 @pytest.mark.parametrize("method", ["encode", "fetch"])
@@ -171,10 +154,10 @@ def test_p21_lost_rows_are_asked_for_once_more_inline(
 ) -> None:
     client = attached(open_client)
     encoder.listed = False
-    keys = [one.key for one in client.call("encode", [image(0), image(1), image(2)])]
+    keys = [one.key for one in client.encode([image(0), image(1), image(2)])]
     encoder.lose_next = 2
     argument = [image(0), image(1), image(2)] if method == "encode" else keys
-    outcomes = client.call(method, argument)
+    outcomes = getattr(client, method)(argument)
     for index, outcome in enumerate(outcomes):
         assert_rows_of(outcome, digest_of(index))
     first, second = encoder.requests(method.capitalize())[-2:]
@@ -200,7 +183,7 @@ def test_p21_a_place_in_answer_to_a_lost_read_fails_the_item(encoder: Encoder, o
 
     encoder.fake.script.place = always_place
     encoder.fake.script.faults[digest_of(0)] = Fault.OTHER_DELIVERY
-    (outcome,) = client.call("encode", [image(0)])
+    (outcome,) = client.encode([image(0)])
     assert isinstance(outcome, InvalidRows)
     assert outcome.field == "delivery"
     assert encoder.fake.num_calls["Encode"] == 2
@@ -213,7 +196,7 @@ def test_p21_a_listed_slot_that_changes_is_never_believed(
     """The writer overtakes the reader after its copy, and before the fence that precedes the comparison: a
     reader that compared earlier would accept bytes of the next content."""
     client = attached(open_client)
-    rows = client.call("encode_one", image(0))
+    rows = client.encode_one(image(0))
     words, word = encoder.arena.words, {"generation": control_page.FIRST_GENERATION_WORD, "closed": 13}
     copy, fence, has_copied = mapping.HostMemory.copy, control_page.fence, threading.Event()
 
@@ -231,7 +214,7 @@ def test_p21_a_listed_slot_that_changes_is_never_believed(
     monkeypatch.setattr(mapping.HostMemory, "copy", noted)
     monkeypatch.setattr(control_page, "fence", overtaken)
     encoder.places = False
-    again = client.call("encode_one", image(0))
+    again = client.encode_one(image(0))
     assert_rows_of(again, digest_of(0))
     assert again.tier is CacheTier.HOST
     assert encoder.fake.num_calls["Encode"] == 2, "asked for, since the copy was not whole"
@@ -304,15 +287,15 @@ def test_reads_end_before_the_memory_is_unmapped(encoder: Encoder, monkeypatch: 
 
 def test_memory_is_unmapped_within_a_second_of_the_encoders_end(encoder: Encoder, open_client: Open) -> None:
     client = attached(open_client)
-    client.call("encode_one", image(0))
+    client.encode_one(image(0))
     assert num_mapped(encoder.arena) == 1
     encoder.broker.stop()
     started = time.monotonic()
     wait_until(lambda: num_mapped(encoder.arena) == 0)
     assert time.monotonic() - started < 1.0
-    assert client.client.transport.name == "inline"
+    assert client.transport.name == "inline"
     encoder.places = False
-    assert_rows_of(client.call("encode_one", image(0)), digest_of(0))
+    assert_rows_of(client.encode_one(image(0)), digest_of(0))
     assert encoder.requests("Encode")[-1].delivery == pb.DELIVERY_INLINE
 
 
@@ -332,7 +315,7 @@ def test_memory_that_was_not_unmapped_is_unmapped_before_the_next_attach(
     monkeypatch.setattr(MappedArena, "unmap", fails_twice)
     monkeypatch.setattr("lm_adapter.shm.attachment.RETRY_S", 0.05)
     encoder.broker.drop()
-    wait_until(lambda: len(encoder.broker.tokens) == 2 and client.client.transport.name == "host")
+    wait_until(lambda: len(encoder.broker.tokens) == 2 and client.transport.name == "host")
     assert attempts == [1, 1, 1], "all before the second connection"
     assert num_mapped(encoder.arena) == 1
 
@@ -345,9 +328,9 @@ def test_attempts_are_a_second_apart_and_none_follows_a_refusal_for_good(
     encoder.broker.refusal = refusal
     started = time.monotonic()
     client = open_client(token="secret")
-    assert client.call("wait_transport", 10.0).name == "inline"
-    assert "not now" in client.client.transport.reason
-    assert_rows_of(client.call("encode_one", image(0)), digest_of(0))
+    assert client.wait_transport(10.0).name == "inline"
+    assert "not now" in client.transport.reason
+    assert_rows_of(client.encode_one(image(0)), digest_of(0))
     if not retryable:
         time.sleep(1.5)
         assert encoder.broker.tokens == ["secret"]
@@ -355,7 +338,7 @@ def test_attempts_are_a_second_apart_and_none_follows_a_refusal_for_good(
     wait_until(lambda: encoder.broker.tokens == ["secret"] * 2)
     assert time.monotonic() - started >= 1
     encoder.broker.refusal = None
-    wait_until(lambda: client.client.transport.name == "host")
+    wait_until(lambda: client.transport.name == "host")
 
 
 @pytest.mark.parametrize("old_side", ["welcome", "page"])
@@ -380,9 +363,9 @@ def test_another_layout_version_means_inline_and_one_log_line(
 def test_without_inline_a_client_without_memory_says_why(encoder: Encoder, open_client: Open) -> None:
     encoder.broker.refusal = broker_pb2.BrokerRefused(reason="ACCESS_DENIED", message="no token")
     with pytest.raises(TransportUnavailable, match="no token"):
-        open_client(transports=("host",)).call("encode_one", image(0))
+        open_client(transports=("host",)).encode_one(image(0))
     encoder.broker.refusal = None
-    assert_rows_of(open_client(transports=("host",)).call("encode_one", image(0)), digest_of(0))
+    assert_rows_of(open_client(transports=("host",)).encode_one(image(0)), digest_of(0))
     assert encoder.requests("Encode")[-1].delivery == pb.DELIVERY_HOST
 
 
@@ -390,42 +373,38 @@ def test_without_inline_the_encoder_that_took_anothers_place_is_found(
     encoder: Encoder, open_client: Open
 ) -> None:
     client = open_client(transports=("host",))
-    client.call("encode_one", image(0))
+    client.encode_one(image(0))
     encoder.fake.stop()
     encoder.broker.instance_id = "of the next one"
     encoder.broker.drop()
-    wait_until(lambda: client.client.transport.name == "inline")
+    wait_until(lambda: client.transport.name == "inline")
     started_s = time.monotonic()
     with pytest.raises(EncoderUnavailable):
-        client.call("encode_one", image(1))
+        client.encode_one(image(1))
     assert time.monotonic() - started_s < 5
     encoder.fake.start()
     encoder.broker.instance_id = encoder.fake.instance_id
-    client.call("wait_ready", 10.0)
-    assert_rows_of(client.call("encode_one", image(1)), digest_of(1))
+    client.wait_ready(10.0)
+    assert_rows_of(client.encode_one(image(1)), digest_of(1))
     assert encoder.requests("Encode")[-1].delivery == pb.DELIVERY_HOST
 
 
-def test_calls_that_wait_for_memory_end_in_time_and_with_the_client(encoder: Encoder) -> None:
+async def test_calls_that_wait_for_memory_end_in_time_and_with_the_client(encoder: Encoder) -> None:
     """More of them than there are threads to wait on."""
     encoder.broker.refusal = broker_pb2.BrokerRefused(reason="BUSY", message="not now", retryable=True)
-
-    async def scenario() -> None:
-        client = AsyncVisionEncoderClient(encoder.fake.target, transports=("host",), timeout_s=20.0)
-        started_s = time.monotonic()
-        late = await asyncio.gather(
-            *(client.encode([image(0)], timeout_s=0.5) for _ in range(50)), return_exceptions=True
-        )
-        assert {type(error) for error in late} == {TransportUnavailable}
-        assert time.monotonic() - started_s < 5
-        waiting = [asyncio.ensure_future(client.encode([image(0)])) for _ in range(50)]
-        await asyncio.sleep(0.2)
-        await client.close()
-        ended = await asyncio.gather(*waiting, return_exceptions=True)
-        assert {type(error) for error in ended} == {CallCancelled}
-        assert time.monotonic() - started_s < 10
-
-    asyncio.run(scenario())
+    client = AsyncVisionEncoderClient(encoder.fake.target, transports=("host",), timeout_s=20.0)
+    started_s = time.monotonic()
+    late = await asyncio.gather(
+        *(client.encode([image(0)], timeout_s=0.5) for _ in range(50)), return_exceptions=True
+    )
+    assert {type(error) for error in late} == {TransportUnavailable}
+    assert time.monotonic() - started_s < 5
+    waiting = [asyncio.ensure_future(client.encode([image(0)])) for _ in range(50)]
+    await asyncio.sleep(0.2)
+    await client.close()
+    ended = await asyncio.gather(*waiting, return_exceptions=True)
+    assert {type(error) for error in ended} == {CallCancelled}
+    assert time.monotonic() - started_s < 10
 
 
 @pytest.mark.parametrize("way", ["place", "directory"])
@@ -434,7 +413,7 @@ def test_rows_that_this_process_has_no_memory_for_fail_alone(
 ) -> None:
     client = attached(open_client)
     if way == "directory":
-        client.call("encode", [image(0), image(1)])
+        client.encode([image(0), image(1)])
     copy, offsets = mapping.HostMemory.copy, list[int]()
 
     def scarce(memory: Any, offset_bytes: int, *arguments: Any) -> Any:
@@ -446,7 +425,7 @@ def test_rows_that_this_process_has_no_memory_for_fail_alone(
 
     monkeypatch.setattr(mapping.HostMemory, "copy", scarce)
     encoder.places = way == "place"
-    first, second = client.call("encode", [image(0), image(1)])
+    first, second = client.encode([image(0), image(1)])
     if way == "place":
         assert isinstance(first, ItemFailed)
         assert first.reason == "OUT_OF_MEMORY"
@@ -466,7 +445,7 @@ def test_rows_that_the_driver_does_not_copy_come_inline(
 
     monkeypatch.setattr(mapping.HostMemory, "copy", fail)
     for _ in range(2):
-        assert_rows_of(client.call("encode_one", image(0)), digest_of(0))
+        assert_rows_of(client.encode_one(image(0)), digest_of(0))
         assert encoder.requests("Encode")[-1].delivery == pb.DELIVERY_INLINE
 
 
@@ -484,11 +463,11 @@ def test_memory_that_cannot_be_the_encoders_is_not_read(
         encoder.arena.fds[0] = os.memfd_create("without seals")
         os.ftruncate(encoder.arena.fds[0], encoder.arena.size_bytes)
     client = open_client()
-    transport = client.call("wait_transport", 10.0)
+    transport = client.wait_transport(10.0)
     assert transport.name == "inline"
     named = {"host": "on host", "instance": "instance", "probe": "probe", "seals": "seals"}[wrong]
     assert named in transport.reason
-    assert_rows_of(client.call("encode_one", image(0)), digest_of(0))
+    assert_rows_of(client.encode_one(image(0)), digest_of(0))
 
 
 @pytest.mark.parametrize("wrong", ["another model's", "torn"])
@@ -496,7 +475,7 @@ def test_p22_a_listed_record_that_is_wrong_is_asked_for(
     encoder: Encoder, open_client: Open, wrong: str
 ) -> None:
     client = attached(open_client)
-    key = client.call("encode_one", image(0)).key
+    key = client.encode_one(image(0)).key
     if wrong == "torn":
         record = directory.record_offset(encoder.arena.num_slots, 0)
         encoder.arena.directory_bytes[record + 57] ^= 1  # the rows' offset, 256 bytes off
@@ -504,7 +483,7 @@ def test_p22_a_listed_record_that_is_wrong_is_asked_for(
         result = pb.ItemResult(key=key, content_digest=digest_of(0), num_rows=7, width=9, rows_bytes=252)
         result.dtype = pb.DTYPE_FLOAT32
         encoder.arena.write(result, bytes(252))
-    assert_rows_of(client.call("encode_one", image(0)), digest_of(0))
+    assert_rows_of(client.encode_one(image(0)), digest_of(0))
     assert encoder.fake.num_calls["Encode"] == 2
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import grpc
 import pytest
 
-from lm_adapter import Grid, ImageItem, ItemFailed, VisionEncoderClient
-from lm_adapter.testing import FakeEncoder, fake_model
+from lm_adapter.testing import FakeEncoder
 from vision_encoder.v1 import encoder_pb2 as pb
 from vision_encoder.v1 import encoder_pb2_grpc
 
@@ -53,35 +52,3 @@ def test_the_health_packages_client_understands_it() -> None:
         assert stub.Check(request, timeout=5).status == health_pb2.HealthCheckResponse.SERVING
         fake.script.serving = False
         assert stub.Check(request, timeout=5).status == health_pb2.HealthCheckResponse.NOT_SERVING
-
-
-@pytest.mark.parametrize(
-    ("family", "levels", "merges_time", "patch_dim"),
-    [("qwen3_vl", 3, False, 1536), ("qwen3_5", 0, False, 1536), ("kimi_k25", 0, True, 588)],
-)
-def test_models_have_their_familys_geometry(
-    family: str, levels: int, merges_time: bool, patch_dim: int
-) -> None:
-    model = fake_model(family, out_width=8)
-    assert (model.num_deepstack_levels, model.merges_time, model.patch_dim) == (
-        levels,
-        merges_time,
-        patch_dim,
-    )
-    assert model.width == 8 * (1 + levels)
-    assert model.num_rows(Grid(3, 4, 6)) == (6 if merges_time else 18)
-
-
-def test_a_restart_keeps_the_address_and_nothing_else() -> None:
-    with FakeEncoder() as fake:
-        target, instance = fake.target, fake.instance_id
-        with VisionEncoderClient(target) as client:
-            key = client.encode_one(ImageItem(b"", digest=DIGEST)).key
-            fake.restart()
-            client.wait_ready(10)
-            (outcome,) = client.fetch([key])
-            assert isinstance(outcome, ItemFailed)
-            assert outcome.reason == "UNKNOWN_KEY"
-        assert fake.target == target
-        assert fake.instance_id != instance
-        assert fake.num_calls["Encode"] == 0

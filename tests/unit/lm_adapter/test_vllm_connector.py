@@ -11,6 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, cast
 
@@ -299,6 +300,18 @@ def test_p33_a_call_without_time_or_with_another_exception_fails_alone(new_calls
     assert outcome_of(calls, Answers(7)) == 7
     assert isinstance(outcome_of(new_calls(timeout_s=0), call), DeadlineExceeded)
     assert call.left_s == []
+
+
+def test_a_client_that_cannot_be_made_fails_its_call_and_is_made_for_the_next(
+    new_calls: NewCalls, tmp_path: Path
+) -> None:
+    """The first image may come hours after the start, and while files are being replaced."""
+    token = tmp_path / "token"
+    calls = new_calls(token_file=str(token))
+    failure = outcome_of(calls, Answers(7))
+    assert f"cannot read {token}" in failure.message
+    token.write_text("4f2c9b")
+    assert outcome_of(calls, Answers(7)) == 7
 
 
 class Handle:

@@ -1,22 +1,14 @@
-"""The bytes of rows and the queue for them, and the rows that requests share: without requests of vLLM."""
+"""The bytes of rows and the queue for them: without requests of vLLM."""
 
 from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import pytest
 
-from lm_adapter.engines.vllm.file_items import FileItem
-from lm_adapter.engines.vllm.rank_socket import StepRows
-from lm_adapter.engines.vllm.scheduler.items import RequestItem
 from lm_adapter.engines.vllm.scheduler.room import Room
-from lm_adapter.engines.vllm.scheduler.rows import RowsEntry, SharedRows
-from lm_adapter.items import Grid
-
-# Room -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
@@ -110,102 +102,3 @@ def test_everybody_is_served_in_order_whatever_they_need(seed: int) -> None:
             waiter.give_back(waiter.taken)
         step()
     assert served == joined
-
-
-# Shared rows ----------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Ranks:
-    """What is ordered, and what the ranks have: identifiers by number."""
-
-    ordered: list[RowsEntry] = field(default_factory=list)
-    present: dict[int, str] = field(default_factory=dict)
-    numbers: Callable[[], int] = field(default_factory=lambda: itertools.count(1).__next__)
-
-    def start(self, entry: RowsEntry) -> None:
-        self.ordered.append(entry)
-
-    def cancel(self, entry: RowsEntry) -> None:
-        if entry in self.ordered:
-            self.ordered.remove(entry)
-
-    def drop(self, number: int) -> None:
-        del self.present[number]
-
-    def read(self, rows: SharedRows, entry: RowsEntry) -> None:
-        """Every rank has read them."""
-        self.ordered.remove(entry)
-        number = self.numbers()
-        self.present[number] = entry.item.identifier
-        rows.arrived(entry, number, 1.0)
-
-    def begin(self, step: StepRows) -> list[str]:
-        """Returns the identifiers that the step hands over."""
-        found = [self.present[number] for number, _ in step.hand_over]
-        assert found == [name for _, name in step.hand_over]
-        for number in step.drop:
-            self.drop(number)
-        return found
-
-
-def item(name: str, num_bytes: int = 1, digest: bytes = b"digest") -> RequestItem:
-    return RequestItem(name, 0, 1, Grid(1, 2, 2), num_bytes, FileItem(b"file", digest))
-
-
-def shared_rows(max_bytes: int = 4) -> tuple[Room[object], Ranks, SharedRows]:
-    room: Room[object] = Room(max_bytes)
-    ranks = Ranks()
-    return room, ranks, SharedRows(room, ranks)
-
-
-def held(rows: SharedRows, name: str, request_id: str = "a") -> RowsEntry:
-    entry = rows.hold(item(name), (request_id, 0), 0.0)
-    assert entry is not None
-    return entry
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_ranks_have_what_is_held_in_any_order_of_events(seed: int) -> None:
-    """Holders come and go, reads end or fail, and steps begin later than they are made, or are flushed."""
-    choice = random.Random(seed)
-    room, ranks, rows = shared_rows(max_bytes=6)
-    holders: dict[tuple[str, int], RowsEntry] = {}
-    steps: list[StepRows] = []
-    ids = itertools.count()
-    for _ in range(500):
-        event = choice.randrange(6)
-        if event == 0:
-            holder = (f"request {next(ids)}", 0)
-            entry = rows.hold(item(f"item {choice.randrange(8)}"), holder, 0.0)
-            if entry is not None:
-                holders[holder] = entry
-        elif event == 1 and holders:
-            holder = choice.choice(list(holders))
-            rows.let_go(holders.pop(holder), holder)
-        elif event == 2 and ranks.ordered:
-            ranks.read(rows, choice.choice(ranks.ordered))
-        elif event == 3 and ranks.ordered:
-            entry = choice.choice(ranks.ordered)
-            rows.failed(entry)
-            for holder in list(entry.holders):
-                rows.let_go(holders.pop(holder), holder)
-        elif event == 4:
-            for holder, entry in holders.items():
-                if entry.is_present and choice.random() < 0.3:
-                    rows.hand_over(entry, holder[0])
-            steps.append(rows.take_step()[0])
-        elif not steps:
-            rows.flush()
-        while len(steps) > choice.randint(0, 2):
-            ranks.begin(steps.pop(0))
-        assert 0 <= room.used_bytes <= room.max_bytes
-        assert all(rows.is_current(entry) for entry in holders.values())
-        have = set(ranks.present)
-        assert {entry.number for entry in holders.values() if entry.is_present} <= have
-    for holder, entry in holders.items():
-        rows.let_go(entry, holder)
-    for step in steps:
-        ranks.begin(step)
-    rows.flush()
-    assert (room.used_bytes, ranks.ordered, ranks.present) == (0, [], {})

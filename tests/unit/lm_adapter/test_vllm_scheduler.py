@@ -199,19 +199,6 @@ def test_a_request_is_ready_when_all_its_rows_are_on_every_rank(
     assert engine.num_started == 3
 
 
-def test_rows_of_later_steps_are_ordered_and_not_waited_for(engine: Engine) -> None:
-    tracker = tracker_of(engine, step_tokens=10)
-    images = [new_image() for _ in range(2)]  # tokens 2 to 7 and 10 to 15
-    request = request_of(*images)
-    assert not tracker.ensure(request, 0)
-    assert engine.under_way == [image.name for image in images]
-    engine.end(images[0].name)
-    assert tracker.ensure(request, 0)
-    assert not tracker.ensure(request, 1)
-    engine.end(images[1].name)
-    assert tracker.ensure(request, 1)
-
-
 def test_rows_in_vllms_own_cache_are_not_ordered(tracker: RequestTracker, engine: Engine) -> None:
     """Unless others are missing, for which vLLM may free them in the same pass."""
     known, other, new = new_image(), new_image(), new_image()
@@ -366,16 +353,6 @@ def test_p17_more_rows_than_fit_at_once_come_in_portions(engine: Engine) -> None
     assert (tracker.used_bytes, engine.on_ranks) == (0, {})
 
 
-def test_p17_a_prefix_hit_behind_all_items_ends_portions(engine: Engine) -> None:
-    tracker = tracker_of(engine, step_tokens=8)
-    large, later = request_of(*(new_image() for _ in range(6))), request_of(new_image())
-    assert not tracker.ensure(large, 0)
-    assert not tracker.ensure(later, 0)
-    assert tracker.ensure(large, large.num_tokens)
-    assert engine.under_way == [later.mm_features[0].identifier]
-    assert engine.num_started == 5
-
-
 def test_p17_p24_portions_begin_in_an_empty_buffer_and_again_after_preemption(engine: Engine) -> None:
     """Others that hold rows may wait for KV blocks of a request that has begun."""
     tracker = tracker_of(engine, step_tokens=8)
@@ -493,52 +470,6 @@ def test_p32_requests_that_wait_for_room_do_not_outwait_an_encoder_that_is_away(
     assert not tracker.ensure(late, 0)
     expected = [late] if is_away else rest[:3]
     assert engine.under_way == [request.mm_features[0].identifier for request in expected]
-
-
-def test_p32_a_queued_request_does_not_join_rows_that_have_failed(engine: Engine) -> None:
-    """The failure makes room in which the queued request starts, before all holders have failed."""
-    tracker = tracker_of(engine, max_resident_bytes=2 * ITEM_BYTES)
-    image = new_image()
-    failing = [request_of(image, new_image()), *(request_of(image) for _ in range(30))]
-    queued = request_of(image, new_image())
-    for request in (*failing, queued):
-        assert not tracker.ensure(request, 0)
-    assert engine.num_started == 2
-    engine.end(image.name, UNDECODABLE)
-    assert_rejected(tracker, *failing)
-    for request in failing:
-        tracker.finished(request)
-    assert is_ready(tracker, engine, queued)
-
-
-def test_p17_p24_rows_that_came_for_a_request_that_just_failed_leave_the_ranks(
-    tracker: RequestTracker, engine: Engine
-) -> None:
-    """Both of its calls end between two passes of vLLM's scheduler: a cancellation comes too late."""
-    bad, good = new_image(), new_image()
-    request = request_of(bad, good)
-    tracker.ensure(request, 0)
-    engine.end(bad.name, UNDECODABLE)
-    engine.end(good.name)
-    assert_rejected(tracker, request)
-    tracker.finished(request)
-    assert tracker.used_bytes == 0
-    assert engine.on_ranks == {}
-
-
-def test_p32_rows_of_the_step_that_is_being_scheduled_stay_on_the_ranks(engine: Engine) -> None:
-    """A later image of the request fails, which the next question of the same pass finds: a worker would not
-    have the rows that the step names, and the engine would end."""
-    tracker = tracker_of(engine, step_tokens=8)
-    first, later = new_image(), new_image()
-    request = request_of(first, later)
-    tracker.ensure(request, 0)
-    engine.end(first.name)
-    assert tracker.ensure(request, 0)
-    tracker.allocated(request, 0)
-    engine.end(later.name, UNDECODABLE)
-    tracker.ensure(request_of(new_image()), 0)
-    assert len(engine.begin(tracker.take_step(has_tokens=True))) == 1
 
 
 def test_p32_rows_stay_on_the_ranks_until_vllm_has_passed_them(

@@ -125,28 +125,6 @@ def test_the_end_of_the_broker_ends_its_connections(arena: Arena) -> None:
     assert not broker.is_serving()
 
 
-def test_p25_many_clients_at_a_time(arena: Arena) -> None:
-    def read(path: str, errors: list[BaseException]) -> None:
-        try:
-            for _ in range(5):
-                with RawClient(path) as client:
-                    assert client.attach(arena.arena_id).num_descriptors == 3
-                    assert os.fstat(client.descriptors[0]).st_size == arena.size_bytes
-        except BaseException as error:
-            errors.append(error)
-
-    errors: list[BaseException] = []
-    before = num_descriptors()
-    with running_broker((None, arena)) as broker:
-        threads = [threading.Thread(target=read, args=(broker.options.path, errors)) for _ in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert errors == []
-    assert num_descriptors() == before
-
-
 # -- who may connect -------------------------------------------------------------------------------------
 
 
