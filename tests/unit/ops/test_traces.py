@@ -41,7 +41,7 @@ def test_off_nothing_happens() -> None:
 
 def test_without_the_packages_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.grpc.trace_exporter", None)
-    with pytest.raises(ConfigurationError, match=r"vision-encoder\[otel\]"):
+    with pytest.raises(ConfigurationError, match=r"serve,otel\]"):
         traces.start_traces("0")
 
 

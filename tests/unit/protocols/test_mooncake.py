@@ -168,5 +168,5 @@ def test_a_start_without_rdma_fails(
 
 def test_a_start_without_mooncake_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mooncake.engine", None)
-    with pytest.raises(ConfigurationError, match=r"needs Mooncake.*vision-encoder\[tokenspeed\]"):
+    with pytest.raises(ConfigurationError, match=r"needs Mooncake.*serve,tokenspeed\]"):
         new_mooncake()
