@@ -19,7 +19,7 @@ import typer
 from encoder_service.cli.connection import Connection, calls_a_service
 from encoder_service.cli.encode_report import Report, RunEnded
 from encoder_service.cli.inputs import CLIP_SUFFIXES, Source, expand
-from encoder_service.cli.output import EXIT_FAILED, complain, fail
+from encoder_service.cli.output import EXIT_FAILED, EXIT_INTERRUPTED, complain, fail
 
 if TYPE_CHECKING:
     from encoder_service.cli.rows_output import Recorded, RowsOutput, Written
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 # How a clip's file begins: Matroska and WebM; boxes of MP4 and MOV, of which one names what follows.
 EBML, FIRST_BOXES = b"\x1aE\xdf\xa3", frozenset((b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip"))
 STILL_BRANDS = frozenset((b"avif", b"avis", b"mif1", b"msf1", b"heic", b"heix", b"heim", b"heis"))
-EXIT_INTERRUPTED = 130
 TRANSPORTS = ("host", "inline")
 """Rows go to files: a copy in device memory is of no use."""
 INFO_S = 30.0

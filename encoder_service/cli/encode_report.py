@@ -9,7 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from encoder_service.cli.inputs import Source
-from encoder_service.cli.output import EXIT_FAILED, as_text, complain, error_fields, plain, print_json
+from encoder_service.cli.output import (
+    EXIT_FAILED,
+    as_text,
+    complain,
+    error_fields,
+    plain,
+    print_json,
+    print_table,
+)
 from encoder_service.cli.progress import Progress
 
 if TYPE_CHECKING:
@@ -18,7 +26,7 @@ if TYPE_CHECKING:
 
 MAX_TABLE_ITEMS = 100
 """A table of more items is left out."""
-COLUMNS = ("image", "grid", "rows", "width", "dtype", "tier", "ms", "key")
+COLUMNS = ("grid", "rows", "width", "dtype", "tier", "ms", "key")
 MISSING = ("-",) * 4
 
 
@@ -116,16 +124,15 @@ class Report:
 
     def _show_table(self) -> None:
         """Items of the same name are shown by their paths."""
-        from rich.console import Console
-        from rich.table import Table
+        from rich.table import Column, Table
 
         num_of_name = Counter(Path(source.name).name for source in self._sources)
-        table = Table(*COLUMNS)
+        table = Table(Column("image", overflow="fold"), *COLUMNS)
         for index, line in sorted(self._lines.items()):
             source = self._sources[index]
             name = Path(source.name).name
             table.add_row(plain(name if num_of_name[name] == 1 and not source.is_url else source.name), *line)
-        Console(markup=False, emoji=False, highlight=False).print(table)  # names are no markup
+        print_table(table)
 
     def _print(self, index: int, source: Source, fields: dict[str, Any]) -> None:
         """Raises RunEnded without a reader."""

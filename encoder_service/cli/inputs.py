@@ -81,10 +81,10 @@ class Inputs:
                     unknown.append(path)
                 elif not os.path.exists(path) or os.path.isfile(path):  # a dangling link fails by name
                     self.sources.append(Source(path))
-        for paths, what in ((hidden, "are hidden"), (unknown, "have no suffix of an image or clip")):
+        for paths, what in ((hidden, "hidden"), (unknown, "without the suffix of an image or clip")):
             if paths:
                 named = ", ".join(paths[:MAX_NAMED]) + (", ..." if len(paths) > MAX_NAMED else "")
-                self.notes.append(f"{len(paths)} entries of {folder} {what} and are left out: {named}")
+                self.notes.append(f"left out of {folder}: {len(paths)} {what}: {named}")
         if len(self.sources) == before:
             self.sources.append(Source(folder, "the folder has no image and no clip"))
 

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from lm_adapter import EncoderError
 
 EXIT_FAILED = 1
 EXIT_CANNOT_START = 2
+EXIT_INTERRUPTED = 130
+FULL_WIDTH = 10_000
+"""Columns of a table that is read by a program or from a file."""
 
 
 def plain(text: str) -> str:
@@ -44,6 +50,14 @@ def fail(message: str, code: int = EXIT_FAILED) -> NoReturn:
 def print_json(value: dict[str, Any]) -> None:
     """One object on one line of standard output, at once."""
     print(json.dumps(value), flush=True)
+
+
+def print_table(table: Table) -> None:
+    """On standard output, in full if that is no terminal. Names in it are no markup."""
+    from rich.console import Console
+
+    width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else FULL_WIDTH
+    Console(markup=False, emoji=False, highlight=False, width=width).print(table)
 
 
 def error_fields(error: EncoderError) -> dict[str, Any]:
