@@ -5,9 +5,11 @@ room: lines of entries, then spaces, once for the metadata and once for the tens
 
     {"__metadata__":{"format":"vision_encoder.rows.v1","num_items":"2"
     ,"key.0":"...","image.0":"a.png"
-                                                            }
+    (spaces)
+    }
     ,"rows.0":{"dtype":"F32","shape":[64,128],"data_offsets":[24,32792]}
-                                                            }
+    (spaces)
+    }
 
 An item is appended as its bytes, then a line in each room, so that the file can be read after every item,
 also when the process was killed. What a kill cut off (bytes without a line, or a part of a line) is dropped
@@ -21,6 +23,7 @@ escaped where they are no text; of the file: ``format``, ``num_items``, ``dtype`
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -175,27 +178,21 @@ def _parse_whole(text: bytes) -> Header:
 
 
 def _parse_lines(text: bytes) -> Header:
-    """Takes whole lines. A part of a line stands before the spaces of its room, in which nothing can then be
-    appended."""
+    """Takes whole lines. A room whose spaces follow a part of a line has nothing left."""
     begin, _, rest = text.partition(b"\n")
     parsed: list[dict[str, Any]] = [json.loads(begin + b"}}")["__metadata__"], {}]
-    at = LENGTH_BYTES + len(begin) + 1
-    rooms: list[Room] = []
+    rooms = [Room(0, 0), Room(0, 0)]
+    part, at = 0, LENGTH_BYTES + len(begin) + 1
     for line in rest.split(b"\n"):
-        if len(rooms) == len(parsed):
-            break
-        if line.strip() == b"}":
-            rooms.append(Room(at, at + len(line) - 1))
+        if line == b"}":
+            part += 1
+        elif not line.strip():
+            rooms[part] = Room(at, at + len(line))
         else:
-            try:
-                parsed[len(rooms)].update(json.loads(b"{" + line[1:] + b"}"))
-            except ValueError:
-                rooms.append(Room(at, at))
+            with contextlib.suppress(ValueError):
+                parsed[part].update(json.loads(b"{" + line[1:] + b"}"))
         at += len(line) + 1
-    appendable = len(rooms) == len(parsed) and all(room.left_bytes for room in rooms)
-    header = Header(parsed[0], parsed[1], LENGTH_BYTES + len(text))
-    header.rooms = (rooms[0], rooms[1]) if appendable else None
-    return header
+    return Header(*parsed, LENGTH_BYTES + len(text), rooms=(rooms[0], rooms[1]))
 
 
 class GrowingFile:
@@ -263,9 +260,9 @@ class GrowingFile:
         if kept is not None:
             texts = {name: kept.metadata[name] for name in kept.metadata.keys() - {"format", "num_items"}}
             lines = [line_of(entries) if entries else b"" for entries in (texts, kept.tensors)]
-        metadata = first + lines[0] + b" " * metadata_bytes + b"}\n"
+        metadata = first + lines[0] + b" " * metadata_bytes + b"\n}\n"
         header = metadata + lines[1] + b" " * tensors_bytes
-        header += b" " * (-(len(header) + 1) % LENGTH_BYTES) + b"}"
+        header += b" " * (-(len(header) + 2) % LENGTH_BYTES) + b"\n}"
         if len(header) > MAX_HEADER_BYTES:
             raise OSError(
                 0,
@@ -274,8 +271,8 @@ class GrowingFile:
         self._data_bytes = LENGTH_BYTES + len(header)
         self._end_bytes = 0 if kept is None else kept.end_bytes
         rooms = [
-            Room(LENGTH_BYTES + len(first + lines[0]), LENGTH_BYTES + len(metadata) - 2),
-            Room(LENGTH_BYTES + len(metadata + lines[1]), LENGTH_BYTES + len(header) - 1),
+            Room(LENGTH_BYTES + len(first + lines[0]), LENGTH_BYTES + len(metadata) - 3),
+            Room(LENGTH_BYTES + len(metadata + lines[1]), LENGTH_BYTES + len(header) - 2),
         ]
         self._rooms = rooms[0], rooms[1]
         head = len(header).to_bytes(LENGTH_BYTES, "little") + header
