@@ -192,7 +192,7 @@ def _parse_lines(text: bytes) -> Header:
             with contextlib.suppress(ValueError):
                 parsed[part].update(json.loads(b"{" + line[1:] + b"}"))
         at += len(line) + 1
-    return Header(*parsed, LENGTH_BYTES + len(text), rooms=(rooms[0], rooms[1]))
+    return Header(parsed[0], parsed[1], LENGTH_BYTES + len(text), rooms=(rooms[0], rooms[1]))
 
 
 class GrowingFile:

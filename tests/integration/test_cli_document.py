@@ -10,8 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
-from tests.integration.test_process import ENV, ROOT, ServiceProcess
+from tests.integration.conftest import running
+from tests.integration.test_process import ENV, ROOT
 
 pytestmark = pytest.mark.without_device
 
@@ -50,14 +52,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     command.write_text(SHIM.format(python=sys.executable))
     command.chmod(0o755)
     assert run(make, folder).returncode == 0
-    assert f"vision-encoder serve --model checkpoint --device cpu --listen {ADDRESS}" == serve
-    service = ServiceProcess(
-        "--model", folder / "checkpoint", "--device", "cpu", "--listen", "127.0.0.1:0", "--admin-listen", ""
-    )
-    # The commands' default address is taken by whatever runs on this machine.
-    command.write_text(command.read_text().replace('"$@"', f'"$@" --server {service.target}'))
-    yield folder
-    service.end(9)
+    assert serve == f"vision-encoder serve --model checkpoint --device cpu --listen {ADDRESS}"
+    with running(folder / "checkpoint", torch.device("cpu")) as service:
+        # The commands' default address is taken by whatever runs on this machine.
+        command.write_text(command.read_text().replace('"$@"', f'"$@" --server {service.target}'))
+        yield folder
 
 
 def test_the_commands_of_the_page_work(folder: Path) -> None:

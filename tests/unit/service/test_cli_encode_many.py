@@ -23,7 +23,7 @@ from bench.harness.waiting import wait_until
 from encoder_service.cli import app
 from encoder_service.cli.inputs import listed
 from encoder_service.cli.rows_files import Entry, GrowingFile, read_header
-from lm_adapter import EncodedRows, Grid, VisionEncoderClient
+from lm_adapter import EncodedRows, Grid
 from lm_adapter.errors import ItemFailed
 from lm_adapter.keys import content_digest
 from lm_adapter.testing import FakeEncoder, Fault, fake_rows
@@ -346,9 +346,7 @@ def stopping(fake: FakeEncoder, num_items: int) -> threading.Thread:
     return thread
 
 
-def test_a_server_that_is_gone_ends_the_run_and_one_that_is_back_does_not(
-    fake: FakeEncoder, tmp_path: Path
-) -> None:
+def test_a_server_that_is_gone_ends_the_run(fake: FakeEncoder, tmp_path: Path) -> None:
     paths = written(tmp_path, *(f"{number}.png" for number in range(100)))
     out, partial = tmp_path / "rows.safetensors", tmp_path / "rows.safetensors.partial"
     fake.script.latency_s = SLOW_S
@@ -359,20 +357,27 @@ def test_a_server_that_is_gone_ends_the_run_and_one_that_is_back_does_not(
     assert "waiting up to 1 s for the server" in done.stderr
     assert "was not ready within 1.0 s" in done.stderr
     assert "of 100 images; --resume continues" in done.stderr
-    kept = len(paths_of(partial))
-    assert kept > 10
+    assert len(paths_of(partial)) > 10
 
-    fake.start()
-    with VisionEncoderClient(fake.target) as client:  # gRPC shares what it knows of an address
-        client.wait_ready(60)
-    thread = stopping(fake, 20)
-    started = threading.Thread(target=lambda: (thread.join(), fake.start()))
-    started.start()
-    done = encode(fake, *paths, "--out", out, "--concurrency", 4, "--timeout-s", 60, "--resume")
-    started.join()
+
+def test_a_server_that_restarts_is_waited_for(fake: FakeEncoder, tmp_path: Path) -> None:
+    paths, out = written(tmp_path, *(f"{number}.png" for number in range(30))), tmp_path / "rows"
+    leaving = ItemFailed("the service is shutting down", reason="DRAINING", status=14)
+    fake.script.call_failures["Encode"] = (grpc.StatusCode.UNAVAILABLE, leaving)
+    fake.script.serving = False
+
+    def come_back() -> None:
+        wait_until(lambda: fake.num_calls["GetServerInfo"] > 3, "the run waits", 60)
+        fake.script.call_failures.clear()
+        fake.script.serving = True
+
+    thread = threading.Thread(target=come_back)
+    thread.start()
+    done = encode(fake, *paths, "--out", out, "--concurrency", 4)
+    thread.join()
     assert done.exit_code == 0, done.stderr
-    assert "waiting up to 60 s" in done.stderr
-    assert len(paths_of(out)) == 100
+    assert "shutting down; waiting up to 60 s for the server" in done.stderr
+    assert len(paths_of(out)) == 30
 
 
 def test_a_refused_caller_ends_the_run_at_once(fake: FakeEncoder, tmp_path: Path) -> None:
