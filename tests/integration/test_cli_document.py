@@ -59,6 +59,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield folder
 
 
+@pytest.mark.extended
 def test_the_commands_of_the_page_work(folder: Path) -> None:
     clients = [line for line in lines() if any(f"vision-encoder {name}" in line for name in CLIENTS)]
     assert len(clients) == 12
