@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -24,6 +24,10 @@ from encoder_service.cli.output import (
     print_json,
     print_table,
 )
+
+if TYPE_CHECKING:
+    from encoder_service.cli.bench_images import Contents
+    from encoder_service.cli.bench_load import Extent
 
 UNBOUNDED = 1_000_000
 """Items in flight in an open loop: the service's limits count, not the client's."""
@@ -57,7 +61,7 @@ def bench(
 ) -> None:
     """Measures a running service under a load of images; exits with 1 when any failed."""
     from encoder_service.cli.bench_images import Contents
-    from encoder_service.cli.bench_load import Extent, figures
+    from encoder_service.cli.bench_load import Extent
     from lm_adapter import EncoderError
 
     try:
@@ -68,40 +72,17 @@ def bench(
         fail(error.message)
     if duration is None:
         duration = math.inf if num_images else DURATION_S
-    extent = Extent(duration, num_images or math.inf)
     result: dict[str, Any] = {"server": connection.server, "loop": "closed" if rate is None else "open"}
     result |= {"concurrency": concurrency} if rate is None else {"rate": rate}
     result |= {"files": len(images)} if files else {"sizes": sizes}
     result |= {"repeats": repeats}
 
-    async def run() -> None:
-        from encoder_service.cli.bench_load import Load
-        from lm_adapter import AsyncVisionEncoderClient
-
-        client_options = connection.client_options(timeout_s)
-        client_options |= {
-            "transports": ("inline",) if inline else ("host", "inline"),
-            # In an open loop what the service refuses is a result, and all that is due is sent.
-            "waits": rate is None,
-            "max_in_flight": concurrency if rate is None else UNBOUNDED,
-        }
-        async with AsyncVisionEncoderClient(connection.server, fleet=fleet, **client_options) as client:
-            server = await client.info(timeout_s=min(timeout_s, INFO_S))
-            transport = await client.wait_transport()
-            names = ", ".join(model.name for model in server.models)
-            result.update(device=server.device, model=names, transport=transport.name)
-            contents = Contents(images, repeats)
-            if warm_up:
-                await Load(client, contents, Extent(math.inf, warm_up)).closed(WARM_UP_CONCURRENCY)
-            load = Load(client, contents, extent)
-            try:
-                await (load.closed(concurrency) if rate is None else load.open(rate))
-            finally:
-                result.update(figures(load.samples, load.elapsed_s, duration))
-
+    load = (Contents(images, repeats), Extent(duration, num_images or math.inf), warm_up)
     code = 0
     try:
-        asyncio.run(run())
+        asyncio.run(
+            measure(connection, result, *load, concurrency, rate, timeout_s, inline=inline, fleet=fleet)
+        )
     except EncoderError as error:
         fail_at(connection.server, error, as_json=as_json)
     except KeyboardInterrupt:
@@ -113,6 +94,44 @@ def bench(
     else:
         show(result)
     raise typer.Exit(code or (EXIT_FAILED if result["num_failed"] else 0))
+
+
+async def measure(
+    connection: Connection,
+    result: dict[str, Any],
+    contents: Contents,
+    extent: Extent,
+    warm_up: int,
+    concurrency: int,
+    rate: float | None,
+    timeout_s: float,
+    inline: bool,
+    fleet: bool,
+) -> None:
+    """Adds to the result what the server is and what its callers saw, also when it is interrupted. Raises
+    EncoderError."""
+    from encoder_service.cli.bench_load import Extent, Load, figures
+    from lm_adapter import AsyncVisionEncoderClient
+
+    client_options = connection.client_options(timeout_s)
+    client_options |= {
+        "transports": ("inline",) if inline else ("host", "inline"),
+        # In an open loop what the service refuses is a result, and all that is due is sent.
+        "waits": rate is None,
+        "max_in_flight": concurrency if rate is None else UNBOUNDED,
+    }
+    async with AsyncVisionEncoderClient(connection.server, fleet=fleet, **client_options) as client:
+        server = await client.info(timeout_s=min(timeout_s, INFO_S))
+        transport = await client.wait_transport()
+        names = ", ".join(model.name for model in server.models)
+        result.update(device=server.device, model=names, transport=transport.name)
+        if warm_up:
+            await Load(client, contents, Extent(math.inf, warm_up)).closed(WARM_UP_CONCURRENCY)
+        load = Load(client, contents, extent)
+        try:
+            await (load.closed(concurrency) if rate is None else load.open(rate))
+        finally:
+            result.update(figures(load.samples, load.elapsed_s, extent.duration_s))
 
 
 def images_of(sizes: str, files: Sequence[str] | None, *, as_png: bool) -> list[bytes]:

@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -74,8 +74,8 @@ def encode(
     as_json: Annotated[bool, typer.Option("--json", help="A line of JSON per item, as it comes.")] = False,
 ) -> None:
     """Encodes images and clips, and shows or writes what came back; exits with 1 when any failed."""
-    from encoder_service.cli.rows_output import CannotWrite, open_output, size_bytes
-    from lm_adapter import PreprocessOptions
+    from encoder_service.cli.rows_output import open_output, size_bytes
+    from lm_adapter import AsyncVisionEncoderClient, PreprocessOptions
 
     try:
         max_bytes = size_bytes(shard_size) if shard_size else None
@@ -96,21 +96,25 @@ def encode(
     report = Report(connection.server, inputs.sources, as_json=as_json)
 
     async def run() -> None:
-        from lm_adapter import AsyncVisionEncoderClient
-
-        client_options = connection.client_options(timeout_s)
-        client_options |= {"transports": TRANSPORTS, "max_in_flight": concurrency}
-        async with AsyncVisionEncoderClient(connection.server, fleet=fleet, **client_options) as client:
+        options = connection.client_options(timeout_s)
+        options |= {"transports": TRANSPORTS, "max_in_flight": concurrency}
+        async with AsyncVisionEncoderClient(connection.server, fleet=fleet, **options) as client:
             info = await client.info(timeout_s=min(timeout_s, INFO_S))
             output = open_output(out, out_dir, max_bytes, inputs.sources, resumes=resume)
             model = info.models[0] if len(info.models) == 1 else None
             job = Run(client, items, output, report, model, connection.namespace, timeout_s)
             await job.encode_all(inputs.sources, concurrency)
 
+    raise typer.Exit(exit_code(run(), report))
+
+
+def exit_code(run: Coroutine[Any, Any, None], report: Report) -> int:
+    """Of a run, once it has ended and its report is shown."""
+    from encoder_service.cli.rows_output import CannotWrite
     from lm_adapter import EncoderError
 
     try:
-        asyncio.run(run())
+        asyncio.run(run)
     except EncoderError as error:
         report.end_with(str(error), error)
     except RunEnded as ended:
@@ -119,10 +123,10 @@ def encode(
         report.end_with(str(error))
     except KeyboardInterrupt:
         report.end_with("interrupted")
-        raise typer.Exit(EXIT_INTERRUPTED) from None
+        return EXIT_INTERRUPTED
     else:
-        raise typer.Exit(report.show())
-    raise typer.Exit(EXIT_FAILED)
+        return report.show()
+    return EXIT_FAILED
 
 
 @dataclass(frozen=True)
@@ -292,7 +296,8 @@ class Run:
 
 
 def is_of_every_item(error: EncoderError) -> bool:
-    """Whether a failure would be that of any item."""
-    from lm_adapter import ProtocolMismatch, RequestRefused, TransportUnavailable
+    """Whether a failure would be that of any item. A message may be too large for a proxy on the way."""
+    from lm_adapter import ProtocolMismatch, RequestRefused
 
-    return isinstance(error, ProtocolMismatch | RequestRefused | TransportUnavailable) and not error.retryable
+    is_own = error.retryable or error.reason == "MESSAGE_TOO_LARGE"
+    return isinstance(error, ProtocolMismatch | RequestRefused) and not is_own

@@ -77,7 +77,7 @@ def test_a_probe_loads_nothing_that_takes_long() -> None:
 
 def test_client_commands_need_the_adapters_dependencies_alone() -> None:
     """And what prints: an installation without the service has them too."""
-    names = ("bench", "bench_images", "bench_load", "encode", "encode_report", "info", "progress", "rows_output")
+    names = ("bench", "bench_images", "bench_load", "encode", "encode_report", "info", "rows_output")
     of_service = ["torch", "PIL", "fastapi", "structlog", "pydantic", "pydantic_settings", "safetensors"]
     import_without(of_service, [f"encoder_service.cli.{name}" for name in names])
 
