@@ -68,7 +68,8 @@ class EncoderError(Exception):
 
 
 class ItemFailed(EncoderError):
-    """One item failed. ``status`` is the gRPC status number for this kind of error."""
+    """One item failed. ``status`` is the gRPC status number for this kind of error. ``str(error)`` begins
+    with the reason."""
 
     default_reason = "INTERNAL"
 
@@ -87,6 +88,9 @@ class ItemFailed(EncoderError):
             message, reason=reason, retryable=retryable, retry_after_ms=retry_after_ms, details=details
         )
         self.status = status
+
+    def __str__(self) -> str:
+        return f"{self.reason}: {self.message}"
 
 
 class InvalidRows(ItemFailed):

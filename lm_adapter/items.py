@@ -94,8 +94,8 @@ class ImageItem(FileItem):
         return cls.from_pil(array, digest=digest, options=options)
 
 
-@dataclass(frozen=True, eq=False)
-class PixelItem:
+@dataclass(frozen=True, eq=False, repr=False)
+class PixelItem(ShortRepr):
     """Pixels that the caller has preprocessed. pixel_values: [P, patch_dim] or [P, C, ph, pw], a numpy array
     or a torch tensor on any device, float32, float16 or (torch only) bfloat16. grid: with t * h * w == P."""
 
@@ -133,15 +133,15 @@ class ClipItem(FileItem):
     modality: Modality = Modality.VIDEO
 
 
-@dataclass(frozen=True, eq=False)
-class FramesItem:
+@dataclass(frozen=True, eq=False, repr=False)
+class FramesItem(ShortRepr):
     """A decoded clip. frames: uint8 [T, H, W, 3], RGB, upright, a numpy array or a torch tensor. fps: the
     rate of these frames, from which the service samples as from a file; None: 24. timestamps_s: one per
     frame, in place of fps; the service then uses all frames."""
 
     frames: npt.NDArray[np.uint8] | torch.Tensor = field(repr=False)
     fps: float | None = None
-    timestamps_s: tuple[float, ...] | None = None
+    timestamps_s: tuple[float, ...] | None = field(default=None, repr=False)
     digest: bytes | None = None
     options: PreprocessOptions = _NO_OPTIONS
     modality: Modality = Modality.VIDEO

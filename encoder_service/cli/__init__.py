@@ -1,4 +1,4 @@
-"""The command line: serve, encode, info, health, download, make-checkpoint.
+"""The command line: serve, encode, bench, info, health, download, make-checkpoint.
 
 Owns arguments, output and exit codes; one module a command or two. A command imports what it needs when it
 runs, so that a probe stays quick. Tokens also come from the environment or a file, since every process of a
@@ -12,6 +12,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
+from encoder_service.cli.bench import bench
 from encoder_service.cli.checkpoints import download, make_checkpoint
 from encoder_service.cli.encode import encode
 from encoder_service.cli.info import health, info
@@ -42,5 +43,5 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (encode, info, health, download, make_checkpoint):
+for command in (encode, bench, info, health, download, make_checkpoint):
     app.command()(command)

@@ -16,6 +16,7 @@ from encoder_service.cli.output import fail
 
 if TYPE_CHECKING:
     from lm_adapter import VisionEncoderClient
+    from lm_adapter.options import ClientOptions
 
 DEFAULT_SERVER = "127.0.0.1:50051"
 
@@ -52,23 +53,22 @@ class Connection:
 
         return self.token if self.token_file is None else read_token_file(self.token_file)
 
-    def client(self, timeout_s: float, *, fleet: bool = False) -> VisionEncoderClient:
+    def client_options(self, timeout_s: float) -> ClientOptions:
         """Raises EncoderError. Ends the command for a server name without TLS."""
-        from lm_adapter import ClientTls, VisionEncoderClient
+        from lm_adapter import ClientTls
 
         tls = None
         if self.tls or self.ca or self.cert or self.key:
             tls = ClientTls(self.ca or "", self.cert or "", self.key or "", self.server_name)
         elif self.server_name:
             fail("--server-name is for TLS: give --tls or --ca too")
-        return VisionEncoderClient(
-            self.server,
-            tls=tls,
-            namespace=self.namespace,
-            token=self.read_token(),
-            timeout_s=timeout_s,
-            fleet=fleet,
-        )
+        return {"tls": tls, "namespace": self.namespace, "token": self.read_token(), "timeout_s": timeout_s}
+
+    def client(self, timeout_s: float, *, fleet: bool = False) -> VisionEncoderClient:
+        """Raises EncoderError."""
+        from lm_adapter import VisionEncoderClient
+
+        return VisionEncoderClient(self.server, fleet=fleet, **self.client_options(timeout_s))
 
 
 def calls_a_service(command: Callable[..., None]) -> Callable[..., None]:

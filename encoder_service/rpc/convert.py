@@ -125,7 +125,7 @@ def content_from_proto(
         case "url":
             if fetched is not None:
                 return EncodedFile(fetched)
-            raise UnsupportedContent("this server takes no URLs; send the bytes")
+            raise UnsupportedContent("this server takes no URLs (its url_allow is empty); send the bytes")
         case _:
             raise InvalidRequest("the item has no content: set encoded, pixels, frames or digest_only")
 

@@ -75,6 +75,13 @@ def test_a_probe_loads_nothing_that_takes_long() -> None:
     import_without(["torch", "PIL", "fastapi", "structlog"], wanted)
 
 
+def test_client_commands_need_the_adapters_dependencies_alone() -> None:
+    """And what prints: an installation without the service has them too."""
+    names = ("bench", "bench_images", "bench_load", "encode", "encode_report", "info", "rows_output")
+    of_service = ["torch", "PIL", "fastapi", "structlog", "pydantic", "pydantic_settings", "safetensors"]
+    import_without(of_service, [f"encoder_service.cli.{name}" for name in names])
+
+
 def test_every_third_party_import_of_the_service_is_a_declared_dependency() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]

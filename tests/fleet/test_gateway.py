@@ -124,6 +124,23 @@ def test_info_of_a_gateway_says_whether_a_namespace_is_open(fleet: Fleet) -> Non
     assert "'tenant' is open to this caller" in result.output
 
 
+def test_the_commands_encode_and_bench_go_through_a_gateway(fleet: Fleet, tmp_path: Path) -> None:
+    target, out = fleet.gateways[0].target, tmp_path / "rows"
+    for number in range(10):
+        (tmp_path / f"{number}.png").write_bytes(image_file(2000 + number))
+    arguments = ["encode", "--server", target, str(tmp_path), "--out", str(out)]
+    refused = CliRunner().invoke(app, arguments)
+    assert (refused.exit_code, "use fleet=True, or --fleet" in refused.output) == (1, True)
+    done = CliRunner().invoke(app, [*arguments, "--fleet"])
+    assert done.exit_code == 0, done.output
+    assert "10 encoded" in done.output
+    again = CliRunner().invoke(app, [*arguments, "--fleet", "--resume"])
+    assert "10 were there" in again.output
+    arguments = ["bench", "--server", target, "--fleet", "--sizes", "32x32", "--num-images", "20"]
+    measured = CliRunner().invoke(app, arguments)
+    assert measured.exit_code == 0, measured.output
+
+
 def test_two_gateways_send_equal_digests_to_one_replica(fleet: Fleet) -> None:
     one, other = (fleet.owners(gateway) for gateway in fleet.gateways)
     assert one == other

@@ -31,7 +31,7 @@ class Grid(NamedTuple):
         return frames * self.h * self.w // merge_size**2
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class PreprocessOptions:
     """Per-item overrides of the checkpoint's processor settings; ``None`` keeps the checkpoint's value."""
 
@@ -42,6 +42,9 @@ class PreprocessOptions:
     fps: float | None = None
     min_frames: int | None = None
     max_frames: int | None = None
+
+    def __repr__(self) -> str:
+        return f"PreprocessOptions({', '.join(f'{name}={value!r}' for name, value in self.given().items())})"
 
     def given(self) -> dict[str, int | float]:
         """The overrides that are set, by field name, in field order. fps is a float, as on the wire."""
