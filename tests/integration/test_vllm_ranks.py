@@ -197,12 +197,13 @@ def test_p22_p33_wrong_rows_fail_their_image_alone(
     serve(engine, bad)
 
 
-def test_p22_rows_of_another_model_are_refused_and_a_new_encoders_are_compared_with_its_own(
+def test_p22_an_encoder_of_another_model_is_refused_and_a_new_one_is_compared_with_its_own(
     encoder: FakeEncoder, engine: Engine
 ) -> None:
-    """The ranks' clients have compared rows with the model of the former encoder."""
+    """By the ranks, whose first contact with an encoder comes after the scheduler's."""
     encoder.script.model = fake_model("qwen3_vl", out_width=64)
-    assert "width is 256, expected 128" in engine.failure(engine.request(new_image(encoder)))
+    failure = engine.failure(engine.request(new_image(encoder)))
+    assert "rows of 256 elements, vLLM's model takes 128" in failure
     encoder.stop()
     encoder.script = FakeScript()
     encoder.start()
