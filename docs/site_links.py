@@ -3,6 +3,7 @@
 import posixpath
 import re
 from pathlib import Path
+from typing import Any
 
 from mkdocs.exceptions import PluginError
 
@@ -10,10 +11,10 @@ ROOT = Path(__file__).resolve().parent.parent
 LINK = re.compile(r"(!?\[[^\]]*\])\((\.\./[^)#\s]+)(#[^)\s]*)?\)")
 
 
-def on_page_markdown(markdown, page, config, files):
+def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
     """Raises PluginError for a file that the repository lacks."""
 
-    def in_repository(match):
+    def in_repository(match: re.Match[str]) -> str:
         text, target, anchor = match[1], posixpath.normpath(match[2])[len("../") :], match[3] or ""
         if not (ROOT / target).exists():
             raise PluginError(f"{page.file.src_path} links to {target}, which does not exist")

@@ -80,7 +80,7 @@ class Server:
         window: Window,
         on_info: Callable[[ServerInfo], None],
     ) -> None:
-        """on_info: is called with each information that the server gives."""
+        """on_info: is called with each information that the server gives, and may refuse it by raising."""
         self.target = target
         self.info: ServerInfo | None = None
         """None: not known, or void."""
@@ -146,11 +146,13 @@ class Server:
         if info.min_protocol_version > PROTOCOL_VERSION or info.protocol_version < MIN_PROTOCOL_VERSION:
             raise ProtocolMismatch(
                 f"the server at {self.target} speaks protocol versions {info.min_protocol_version} to "
-                f"{info.protocol_version}, this adapter {MIN_PROTOCOL_VERSION} to {PROTOCOL_VERSION}"
+                f"{info.protocol_version}, this adapter {MIN_PROTOCOL_VERSION} to {PROTOCOL_VERSION}: "
+                f"install the server's version of vision-encoder, {info.server_version}, on both sides"
             )
+        self.info = None
+        self._on_info(info)
         self._info_time_s = time.monotonic()
         self.info = info
-        self._on_info(info)
         return info
 
     def forget_info(self) -> None:

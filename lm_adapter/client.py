@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     import torch
 
     from lm_adapter.resident import ResidentRows
+    from lm_adapter.types import CheckServer
 
 DEFAULT_TIMEOUT_S = 60.0
 READY_POLL_S = 0.05
@@ -74,6 +75,7 @@ class AsyncVisionEncoderClient:
         options: Mapping[str, int | str] | None = None,
         max_in_flight: int = DEFAULT_MAX_IN_FLIGHT,
         waits: bool = True,
+        check_server: CheckServer | None = None,
         fleet: bool = False,
         repeats: bool = True,
     ) -> None:
@@ -88,9 +90,10 @@ class AsyncVisionEncoderClient:
         rows are copied to; by default the current one of the first calling thread that uses CUDA. options:
         gRPC channel arguments, in addition to the defaults in ``channel``. max_in_flight: items at the
         service at a time. waits: an overloaded service is asked again until the deadline; otherwise the call
-        raises EncoderOverloaded at once. fleet: the target is a gateway before many encoders, or a name with
-        the addresses of several gateways; rows come inline. repeats: a stream that broke is requested once
-        more."""
+        raises EncoderOverloaded at once. check_server: is called with each information of a server, before it
+        is used; what it raises ends the call. fleet: the target is a gateway before many encoders, or a name
+        with the addresses of several gateways; rows come inline. repeats: a stream that broke is requested
+        once more."""
         self._routing = Direct(repeats=repeats)
         if fleet:
             from lm_adapter.fleet import FLEET_OPTIONS, Fleet
@@ -111,8 +114,14 @@ class AsyncVisionEncoderClient:
             broker_path=broker_path,
             device=device,
         )
+
+        def on_info(info: ServerInfo) -> None:
+            if check_server is not None:
+                check_server(target, info)
+            self._shared.offer(info)
+
         window = Window(max_in_flight, waits=waits)
-        self._server = Server(target, channel, self._routing, window, on_info=self._shared.offer)
+        self._server = Server(target, channel, self._routing, window, on_info)
         self._reports = ReadReports(asyncio.get_running_loop(), self._send_report)
 
     async def __aenter__(self) -> Self:

@@ -12,6 +12,7 @@ EncoderError
 │   ├── DeadlineExceeded      the call's deadline passed, on the client or the server
 │   ├── CallCancelled         the client was closed during the call
 │   ├── ProtocolMismatch      client and server have no protocol version in common
+│   ├── ModelMismatch         the server's rows do not fit the caller's model, see ``check_server``
 │   ├── StreamViolation       a message that no correct server sends
 │   ├── TransportUnavailable  the client excludes inline rows, and no shared memory is attached
 │   └── TruncatedStream       the stream ended with OK before all items had an outcome
@@ -141,6 +142,10 @@ class CallCancelled(CallFailed):
 
 class ProtocolMismatch(CallFailed):
     default_reason = "PROTOCOL_MISMATCH"
+
+
+class ModelMismatch(CallFailed):
+    default_reason = "MODEL_MISMATCH"
 
 
 class StreamViolation(CallFailed):

@@ -10,6 +10,8 @@ from lm_adapter.channel import ClientTls, FilePath
 if TYPE_CHECKING:
     import torch
 
+    from lm_adapter.types import CheckServer
+
 
 class ClientOptions(TypedDict, total=False):
     """The keyword arguments of ``AsyncVisionEncoderClient``, except ``fleet`` and ``repeats``."""
@@ -27,3 +29,4 @@ class ClientOptions(TypedDict, total=False):
     options: Mapping[str, int | str] | None
     max_in_flight: int
     waits: bool
+    check_server: CheckServer | None

@@ -9,7 +9,7 @@ Shape legend: R rows (visual tokens), D language-model width, L deepstack levels
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -197,6 +197,10 @@ class ServerInfo:
             served = ", ".join(model.name for model in self.models) or "none"
             raise InvalidRequest(f"model {name!r} names {len(matches)} models, needs 1; served: {served}")
         return matches[0]
+
+
+CheckServer: TypeAlias = Callable[[str, ServerInfo], None]
+"""Gets a server's address and information. Raises CallFailed for a server that must not be used."""
 
 
 @dataclass(frozen=True, repr=False)

@@ -44,6 +44,10 @@ HELD = (
     "ve_undelivered_bytes",
 )
 
+SERVE_PROTOCOL = "vision-encoder serve --model MODEL --serve-sglang"
+SERVE_PLUGIN = "vision-encoder serve --model MODEL --listen"
+"""Beginnings of the document's commands for the encoder."""
+
 documented = functools.partial(documented_in, DOCUMENT)
 
 
@@ -143,26 +147,29 @@ class Encoder(Restartable):
         self.broker_path = broker_path
         self._admin = f"127.0.0.1:{free_port()}"
         self._checkpoint = checkpoint
-        self._variables = {**(variables or {}), **({"OMP_NUM_THREADS": "1"} if device == "cpu" else {})}
+        self._variables = {
+            **(variables or {}),
+            **({"OMP_NUM_THREADS": "1"} if device == "cpu" else {}),
+            "VE_ADMIN_LISTEN": self._admin,
+        }
         if registers_at is not None:
             self._variables |= {"VE_SGLANG_REGISTER": registers_at, "VE_SGLANG_URL": self.sglang_url}
-        self._on_device = ["--device", device, "--dtype", dtype]
+        self._options = ["--listen", self.target, "--broker-path", str(broker_path)]
+        self._options += ["--device", device, "--dtype", dtype]
         if device == "cpu":
-            self._on_device += ["--arena-bytes", str(64 << 20)]
+            self._options += ["--arena-bytes", str(64 << 20)]
         super().__init__(folder / "encoder.log")
 
     def start(self) -> None:
-        replaced = {"MODEL": str(self._checkpoint), "127.0.0.1:31000": self.sglang_address}
-        self.run(
-            [
-                *("-m", "encoder_service", *documented("vision-encoder serve", replaced)[1:]),
-                *("--listen", self.target, "--broker-path", str(self.broker_path), *self._on_device),
-                *("--admin-listen", self._admin),
-            ],
-            self._variables,
-            lambda: answers(f"{self.sglang_url}/health"),
-            "the encoder",
-        )
+        command = documented(SERVE_PROTOCOL, self._replaced("127.0.0.1:31000", self.sglang_address))
+        self._run([*command, *self._options], f"{self.sglang_url}/health")
+
+    def _replaced(self, documents_address: str, address: str) -> dict[str, str]:
+        return {"MODEL": str(self._checkpoint), documents_address: address}
+
+    def _run(self, command: Sequence[str], health_url: str) -> None:
+        arguments = ["-m", "encoder_service", *command[1:]]
+        self.run(arguments, self._variables, lambda: answers(health_url), "the encoder")
 
     def metrics(self) -> dict[str, float]:
         """Values by name and labels, as they are written."""
@@ -177,6 +184,23 @@ class Encoder(Restartable):
     def total(self, name: str) -> float:
         """Of a counter since the start, whatever its labels."""
         return sum(value for labelled, value in self.metrics().items() if labelled.startswith(name + "{"))
+
+
+class DocumentedEncoder(Encoder):
+    """The service by a command of the document without a further option: for SGLang's protocol, or for the
+    plugin, whichever ``starts_for`` says."""
+
+    def __init__(self, checkpoint: Path, folder: Path, starts_for: str) -> None:
+        super().__init__(checkpoint, folder, folder / "unused")
+        self._starts_for = starts_for
+
+    def start(self) -> None:
+        if self._starts_for == "protocol":
+            self._variables["VE_LISTEN"] = self.target
+            command = documented(SERVE_PROTOCOL, self._replaced("127.0.0.1:31000", self.sglang_address))
+        else:
+            command = documented(SERVE_PLUGIN, self._replaced("127.0.0.1:50051", self.target))
+        self._run(command, f"http://{self._admin}/readyz")
 
 
 def plugin_variables(target: str, **settings: Any) -> dict[str, str]:

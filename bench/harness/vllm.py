@@ -36,7 +36,8 @@ documented = functools.partial(documented_in, DOCUMENT)
 class Encoder(Restartable):
     """The service on a port that stays the same. ``with_broker`` decides at each start."""
 
-    def __init__(self, checkpoint: Path, dtype: str, folder: Path, *, device: str = "cpu") -> None:
+    def __init__(self, checkpoint: Path, dtype: str | None, folder: Path, *, device: str = "cpu") -> None:
+        """dtype: None runs the document's command without a further option."""
         self.port = free_port()
         self.target = f"127.0.0.1:{self.port}"
         self._admin = f"127.0.0.1:{free_port()}"
@@ -53,32 +54,35 @@ class Encoder(Restartable):
         self._socket_folder.cleanup()
 
     def start(self, *, with_broker: bool = True) -> None:
-        replaced = {"MODEL": str(self._checkpoint), "127.0.0.1:50051": self.target}
         command = documented(
-            "vision-encoder serve", {**replaced, "/run/vision-encoder/broker.sock": self.broker_path}
+            "vision-encoder serve", {"MODEL": str(self._checkpoint), "127.0.0.1:50051": self.target}
         )
-        if with_broker and self._device == "cpu":
-            command += ["--arena-bytes", str(64 << 20)]
-        if not with_broker:
-            index = command.index("--broker-path")
-            command[index + 1] = ""
-        self.run(
-            [
-                *("-m", "encoder_service", *command[1:], "--device", self._device, "--dtype", self._dtype),
-                *("--admin-listen", self._admin),
-            ],
-            {"OMP_NUM_THREADS": "1"} if self._device == "cpu" else {},
-            self._is_ready,
-            "the encoder",
-        )
+        if self._dtype is not None:
+            command += ["--device", self._device, "--dtype", self._dtype]
+            command += ["--broker-path", self.broker_path if with_broker else ""]
+            if with_broker and self._device == "cpu":
+                command += ["--arena-bytes", str(64 << 20)]
+        variables = {"VE_ADMIN_LISTEN": self._admin}
+        if self._device == "cpu":
+            variables["OMP_NUM_THREADS"] = "1"
+        self.run(["-m", "encoder_service", *command[1:]], variables, self._is_ready, "the encoder")
 
     def num_asked(self) -> int:
         """Calls since its start that name an image or a clip."""
+        return self._total(r'requests_total{method="(?:Encode|Prefetch|Fetch)".*}')
+
+    def num_read(self) -> int:
+        """Images and clips that readers reported to have read from shared memory, since its start."""
+        return self._total("directory_reads_total")
+
+    def num_inline(self) -> int:
+        """Images and clips whose rows were sent by gRPC, since its start."""
+        return self._total('deliveries_total{transport="inline"}')
+
+    def _total(self, pattern: str) -> int:
         text = httpx.get(f"http://{self._admin}/metrics", timeout=10).text
-        calls = re.findall(
-            r'^ve_requests_total{method="(?:Encode|Prefetch|Fetch)".*} (.*)$', text, re.MULTILINE
-        )
-        return sum(int(float(number)) for number in calls)
+        values = re.findall(rf"^ve_{pattern} (.*)$", text, re.MULTILINE)
+        return sum(int(float(value)) for value in values)
 
     def _is_ready(self) -> bool:
         with VisionEncoderClient(self.target) as client:
@@ -90,12 +94,13 @@ class Encoder(Restartable):
 
 
 class VllmServer:
-    """``vllm serve``: with rows from an encoder, or, without ``extra_config``, as it comes."""
+    """``vllm serve``: with rows from an encoder, or, without ``extra_config``, as it comes. dtype: None runs
+    the document's command without a further option."""
 
     def __init__(
         self,
         checkpoint: Path,
-        dtype: str,
+        dtype: str | None,
         extra_config: Mapping[str, Any] | None,
         folder: Path,
         arguments: Sequence[str] = (),
@@ -129,14 +134,17 @@ class VllmServer:
 
 
 def serve_arguments(
-    checkpoint: Path, dtype: str, port: int, extra_config: Mapping[str, Any] | None
+    checkpoint: Path, dtype: str | None, port: int, extra_config: Mapping[str, Any] | None
 ) -> list[str]:
-    """The command of docs/vllm.md, for a tiny model on the CPU; without ``extra_config`` no connector."""
-    tiny = [
-        *("--host", "127.0.0.1", "--dtype", dtype, "--max-model-len", "2048", "--max-num-seqs", "16"),
-        *("--max-num-batched-tokens", "48", "--enforce-eager", "--enable-chunked-prefill"),
-        *("--served-model-name", "model", "--no-enable-log-requests", "--trust-request-mm-kwargs"),
-    ]
+    """The command of docs/vllm.md, for a tiny model on the CPU unless ``dtype`` is None; without
+    ``extra_config`` no connector."""
+    tiny = []
+    if dtype is not None:
+        tiny = [
+            *("--host", "127.0.0.1", "--dtype", dtype, "--max-model-len", "2048", "--max-num-seqs", "16"),
+            *("--max-num-batched-tokens", "48", "--enforce-eager", "--enable-chunked-prefill"),
+            *("--served-model-name", "model", "--no-enable-log-requests", "--trust-request-mm-kwargs"),
+        ]
     if extra_config is None:
         return ["serve", str(checkpoint), "--port", str(port), *tiny]
     replaced = {"MODEL": str(checkpoint), "8000": str(port), "127.0.0.1:50051": str(extra_config["target"])}

@@ -35,10 +35,14 @@ FAULTS: dict[Fault, tuple[Any, ...]] = {
 }
 """Fault -> status and words of the message to the client."""
 OTHER_MODELS: tuple[tuple[dict[str, Any], Grid, tuple[str, ...]], ...] = (
-    ({"out_width": 48}, GRID, ("width is 144, expected 192",)),
-    ({"num_deepstack_levels": 1}, GRID, ("num_deepstack_levels is 1, expected 2",)),
-    ({"dtype": "bfloat16"}, GRID, ("dtype is bfloat16, expected float32",)),
-    ({}, Grid(1, 16, 20), ("1, 16, 20", "1, 20, 16")),
+    ({"out_width": 48}, GRID, ("MODEL_MISMATCH", "of 144 elements", "takes 192", "--model")),
+    ({"num_deepstack_levels": 1}, GRID, ("MODEL_MISMATCH", "with 1 deepstack levels", "takes 2")),
+    (
+        {"dtype": "bfloat16"},
+        GRID,
+        ("MODEL_MISMATCH", "in bfloat16", "start the encoder with --dtype float32"),
+    ),
+    ({}, Grid(1, 16, 20), ("INVALID_ROWS", "1, 16, 20", "1, 20, 16")),
 )
 """Changes of an encoder's model and grid -> words of the message to the client."""
 

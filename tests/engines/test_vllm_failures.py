@@ -131,13 +131,18 @@ class TestFaults:
     def test_p22_an_encoder_of_another_model_fails_requests_and_no_engine(
         self, stack: Stack, fake: FakeEncoder, meanwhile: TextRequests
     ) -> None:
-        """One after the other at one address; at last one whose grid is another one (p11)."""
+        """One after the other at one address; at last one whose grid is another one (p11). Clips fail alike.
+        The log has one error line for each."""
         image, digest = new_picture()
         for changes, grid, words in OTHER_MODELS:
             fake.stop()
             fake.script = script_for(digest, grid, **changes)
             fake.start()
-            refused(ask(stack, image), 502, "INVALID_ROWS", *words)
+            refused(ask(stack, image), 502, *words)
+            if words[0] == "MODEL_MISMATCH":
+                refused(ask(stack, image), 502, *words)
+                refused(ask_clip(stack, clip(random.getrandbits(32))), 502, *words)
+                assert sum(words[1] in line and "ERROR" in line for line in stack.vllm.log.splitlines()) == 1
 
 
 def test_p32_an_encoder_that_is_away_fails_in_seconds(
@@ -314,17 +319,34 @@ def test_p12_images_share_kv_by_content_and_by_nothing_else(stack: Stack) -> Non
     assert answers[0]["tokens"] != answers[1]["tokens"]
 
 
-def test_a_start_that_cannot_work_says_why(stack: Stack, encoder: Encoder, tmp_path: Any) -> None:
-    """Of vLLM's options those that contradict the plugin."""
-    vllm = VllmServer(
-        stack.checkpoint,
-        "float32",
-        {"target": encoder.target},
-        tmp_path,
-        ("--mm-processor-cache-type", "shm"),
-    )
+@pytest.mark.parametrize(
+    ("dtype", "arguments", "reason"),
+    [
+        (
+            "float32",
+            ("--mm-processor-cache-type", "shm"),
+            "--mm-processor-cache-type is shm, which hides files from the scheduler: use lru",
+        ),
+        (
+            "bfloat16",
+            (),
+            "serves rows in float32, vLLM's model takes bfloat16: start the encoder with --dtype bfloat16, "
+            "or vLLM with --dtype float32",
+        ),
+    ],
+    ids=["an option that contradicts the plugin", "an encoder of another dtype"],
+)
+def test_a_start_that_cannot_work_says_why(
+    dtype: str, arguments: tuple[str, ...], reason: str, stack: Stack, encoder: Encoder, tmp_path: Any
+) -> None:
+    """Before a model is loaded, in a line of its own above vLLM's traceback."""
+    vllm = VllmServer(stack.checkpoint, dtype, {"target": encoder.target}, tmp_path, arguments)
     try:
         wait_until(lambda: not vllm.is_running, "the end of the start", START_S)
-        assert "--mm-processor-cache-type is shm" in vllm.log
+        line, *rest = [line for line in vllm.log.splitlines() if reason in line]
+        assert "ERROR" in line
+        assert "vLLM does not start: " in line
+        assert not any("vLLM does not start" in line for line in rest)
+        assert "no vision tower is loaded" not in vllm.log
     finally:
         vllm.stop()

@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from lm_adapter.engines.shared.agreement import Agreement
 from lm_adapter.engines.shared.geometry import Geometry
 from lm_adapter.engines.vllm import models
 from lm_adapter.engines.vllm.models import ARCHITECTURES, check_model
@@ -181,7 +182,8 @@ def test_threads_that_read_the_first_media_at_once_share_one_event_loop(
 
     def ask(_: int) -> object:
         together.wait()
-        return threads.get(Settings(target="127.0.0.1:2"))
+        geometry = Geometry("qwen3_5", 64, "float32", 0, 2, merges_time=False)
+        return threads.get(Agreement(Settings(target="127.0.0.1:2"), geometry))
 
     monkeypatch.setattr(server, "EncoderThread", slow_thread)
     with ThreadPoolExecutor(num_threads) as pool:
@@ -191,13 +193,17 @@ def test_threads_that_read_the_first_media_at_once_share_one_event_loop(
 @pytest.mark.parametrize(
     ("geometry", "grids", "shapes"),
     [
-        (Geometry(64, "float32", 0, 2, merges_time=False), {"image_grid_thw": [[1, 4, 6]]}, [(6, 64)]),
         (
-            Geometry(64 * 4, "bfloat16", 3, 2, merges_time=False),
+            Geometry("qwen3_5", 64, "float32", 0, 2, merges_time=False),
+            {"image_grid_thw": [[1, 4, 6]]},
+            [(6, 64)],
+        ),
+        (
+            Geometry("qwen3_vl", 64 * 4, "bfloat16", 3, 2, merges_time=False),
             {"video_grid_thw": [[5, 4, 6], [1, 2, 2]]},
             [(30, 256), (1, 256)],
         ),
-        (Geometry(64, "float16", 0, 2, merges_time=True), {"grid_thws": [[3, 4, 6]]}, [(6, 64)]),
+        (Geometry("kimi_k25", 64, "float16", 0, 2, merges_time=True), {"grid_thws": [[3, 4, 6]]}, [(6, 64)]),
     ],
 )
 def test_memory_is_measured_with_rows_of_full_size(

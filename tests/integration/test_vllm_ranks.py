@@ -33,7 +33,7 @@ from lm_adapter.engines.vllm.rank_socket import (
 )
 from lm_adapter.errors import EncoderError, InvalidRequest, ItemFailed
 from lm_adapter.items import Grid
-from lm_adapter.testing import FakeEncoder, Fault, fake_rows
+from lm_adapter.testing import FakeEncoder, FakeScript, Fault, fake_model, fake_rows
 from tests.unit.lm_adapter.connector_rig import BUSY, Engine, Image, Request, engine_config
 
 BROKEN = "INTERNAL: the connection to a worker of the engine broke"
@@ -191,6 +191,19 @@ def test_p22_p33_wrong_rows_fail_their_image_alone(
     assert not any(bad.identifier in cache for cache in engine.caches)
     encoder.script.faults.clear()
     serve(engine, bad)
+
+
+def test_p22_an_encoder_of_another_model_is_refused_and_a_new_one_is_compared_with_its_own(
+    encoder: FakeEncoder, engine: Engine
+) -> None:
+    """By the ranks, whose first contact with an encoder comes after the scheduler's."""
+    encoder.script.model = fake_model("qwen3_vl", out_width=64)
+    failure = engine.failure(engine.request(new_image(encoder)))
+    assert "rows of 256 elements, vLLM's model takes 128" in failure
+    encoder.stop()
+    encoder.script = FakeScript()
+    encoder.start()
+    serve(engine, new_image(encoder))
 
 
 # Encoders that fail ---------------------------------------------------------------------------------------

@@ -20,7 +20,8 @@ from sglang.srt.managers import mm_schedule
 from sglang.srt.models import kimi_k25, qwen3_5, qwen3_vl, qwen3_vl_moe
 from torch import nn
 
-from lm_adapter.engines.sglang.settings import PACKAGE, check_loaded, read_settings
+from lm_adapter.engines.sglang.settings import PACKAGE, Settings, check_loaded, read_settings
+from lm_adapter.engines.shared.first_contact import start_of
 
 logger = logging.getLogger("sglang.vision_encoder")
 
@@ -77,8 +78,9 @@ def without_tower(parent: Any) -> type:
     class WithoutTower(parent):  # type: ignore[misc]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             # Raise here, because SGLang only logs modules that fail to import.
-            check_loaded(os.environ)
-            read_settings(os.environ)
+            with start_of(Settings.ENGINE, logger):
+                check_loaded(os.environ)
+                read_settings(os.environ)
             importlib.import_module(f"{PACKAGE}.processors")
             with _towers_left_out():
                 super().__init__(*args, **kwargs)

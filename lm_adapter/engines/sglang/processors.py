@@ -30,9 +30,10 @@ from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
 from lm_adapter.engines.sglang.prompt import ImagePrompt, with_placeholders
 from lm_adapter.engines.sglang.rows import RowReader
-from lm_adapter.engines.sglang.settings import check_loaded, read_settings
+from lm_adapter.engines.sglang.settings import Settings, check_loaded, read_settings
 from lm_adapter.engines.shared.checkpoint import VisionInterface, vision_interface
 from lm_adapter.engines.shared.error_text import message_of, status_of
+from lm_adapter.engines.shared.first_contact import start_of
 from lm_adapter.engines.shared.geometry import Geometry
 from lm_adapter.engines.shared.images import ImageFile
 from lm_adapter.errors import EncoderError, InvalidRequest
@@ -57,8 +58,9 @@ class FileProcessor(BaseMultimodalProcessor):  # type: ignore[misc]
     )
     generates_input_ids_from_raw_prompt = True
 
+    @start_of(Settings.ENGINE, logger)
     def __init__(self, hf_config: Any, server_args: Any, processor: Any, *args: Any, **kwargs: Any) -> None:
-        """Raises InvalidRequest for settings that cannot work."""
+        """Raises InvalidRequest for settings that cannot work, and as ``check_encoder``."""
         check_loaded(os.environ)
         settings = read_settings(os.environ)
         if sglang.__version__ != SGLANG_VERSION:

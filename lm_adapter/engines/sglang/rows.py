@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import logging
 import threading
 import time
 from collections import deque
@@ -19,12 +20,16 @@ from typing import Any
 
 from lm_adapter.client import AsyncVisionEncoderClient
 from lm_adapter.engines.sglang.settings import Settings
+from lm_adapter.engines.shared.agreement import Agreement
 from lm_adapter.engines.shared.encoder_thread import EncoderThread
+from lm_adapter.engines.shared.first_contact import check_encoder
 from lm_adapter.engines.shared.geometry import Geometry
 from lm_adapter.engines.shared.images import ImageFile
 from lm_adapter.errors import DeadlineExceeded, EncoderError, InvalidRequest, InvalidRows
 from lm_adapter.items import Grid, ImageItem
 from lm_adapter.types import EncodedRows
+
+logger = logging.getLogger("sglang.vision_encoder")
 
 MAX_ROWS_BYTES = 1 << 30
 """Limit on rows that are being fetched or not yet handed to SGLang."""
@@ -77,7 +82,7 @@ class RowReader:
 
     def __init__(self, settings: Settings, geometry: Geometry, gpu: int | None = None) -> None:
         """gpu: the index of the GPU that rows go to; None for the host. Raises InvalidRequest if none of the
-        transports ends there."""
+        transports ends there, and as ``check_encoder``."""
         if gpu is None:
             transports = tuple(name for name in settings.transports if name != "device")
             if not transports:
@@ -90,7 +95,10 @@ class RowReader:
         self._gpu = gpu
         self._limit = ByteLimit(MAX_ROWS_BYTES)
         self._timeout_s = settings.timeout_s
-        self._encoder_thread = EncoderThread(settings, name="rows", reads_rows=True)
+        self._encoder_thread = EncoderThread(
+            Agreement(settings, geometry), name="rows", reads_rows=True, logger=logger
+        )
+        check_encoder(self._encoder_thread, settings.target, logger)
 
     def close(self) -> None:
         self._encoder_thread.close()

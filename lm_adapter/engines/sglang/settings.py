@@ -21,6 +21,7 @@ LOADERS = ("SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE", "SGLANG_EXTERNAL_MODEL_PACKAG
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(settings.Settings):
+    ENGINE: ClassVar[str] = "SGLang"
     SOURCE: ClassVar[str] = VARIABLE
 
 

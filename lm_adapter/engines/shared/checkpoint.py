@@ -16,20 +16,23 @@ from lm_adapter.items import Modality
 from lm_adapter.prefill.placeholders import PromptItem, prompt_item
 
 _FAMILIES = {
-    "qwen3_vl": (False, True),
-    "qwen3_vl_moe": (False, True),
-    "qwen3_5": (False, True),
-    "qwen3_5_moe": (False, True),
-    "kimi_k25": (True, False),
+    "qwen3_vl": ("qwen3_vl", False, True),
+    "qwen3_vl_moe": ("qwen3_vl", False, True),
+    "qwen3_5": ("qwen3_5", False, True),
+    "qwen3_5_moe": ("qwen3_5", False, True),
+    "kimi_k25": ("kimi_k25", True, False),
 }
-"""model_type -> (an item's frames are averaged into one set of rows, positions are M-RoPE)."""
+"""model_type -> (the tower's family, as the encoder names it; an item's frames are averaged into one set of
+rows; positions are M-RoPE)."""
 
 
 @dataclass(frozen=True)
 class VisionInterface:
-    """What the language model must know about the tower: placeholder ids, geometry, deepstack levels."""
+    """What the language model must know about the tower: placeholder ids, geometry, deepstack levels. family:
+    as in ``ModelInfo``."""
 
     model_type: str
+    family: str
     image_placeholder_id: int
     video_placeholder_id: int
     merge_size: int
@@ -76,7 +79,7 @@ def vision_interface(config: Mapping[str, Any]) -> VisionInterface:
             f"model_type {model_type!r} is not driven here, needs {' or '.join(_FAMILIES)}",
             reason="CHECKPOINT",
         )
-    merges_time, uses_mrope = _FAMILIES[model_type]
+    family, merges_time, uses_mrope = _FAMILIES[model_type]
     vision = config.get("vision_config", {})
     image_id = config.get("image_token_id", config.get("media_placeholder_token_id"))
     merge = vision.get("spatial_merge_size") or vision.get("merge_kernel_size", (2, 2))[0]
@@ -88,6 +91,7 @@ def vision_interface(config: Mapping[str, Any]) -> VisionInterface:
     levels = vision.get("deepstack_visual_indexes", ()) if model_type.startswith("qwen3_vl") else ()
     return VisionInterface(
         model_type=model_type,
+        family=family,
         image_placeholder_id=int(image_id),
         video_placeholder_id=int(config.get("video_token_id", image_id)),
         merge_size=int(merge),

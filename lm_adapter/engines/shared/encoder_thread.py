@@ -1,13 +1,15 @@
 """Calls to the encoder for threads that must not wait: a thread with an event loop and a client.
 
-Owns the thread, the time limits and the retries. Each call ends with a value or an error; no call raises into
-the engine. The user of the thread passes the call: a function from client and seconds to a value.
+Owns the thread, the time limits, the retries, and the log line of an encoder that disagrees. Each call ends
+with a value or an error; no call raises into the engine. The user of the thread passes the call: a function
+from client and seconds to a value.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import threading
 import time
 from collections import deque
@@ -17,12 +19,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from lm_adapter.client import AsyncVisionEncoderClient
-from lm_adapter.engines.shared.settings import Settings
-from lm_adapter.errors import DeadlineExceeded, EncoderError, ItemFailed
+from lm_adapter.engines.shared.agreement import Agreement
+from lm_adapter.errors import DeadlineExceeded, EncoderError, ItemFailed, ModelMismatch, ProtocolMismatch
 
 FIRST_BACKOFF_S = 0.02
 MAX_BACKOFF_S = 0.5
 CLOSE_S = 10.0
+DISAGREEMENTS = (ModelMismatch, ProtocolMismatch)
+"""Failures of an encoder that this engine cannot use."""
 
 Call = Callable[[AsyncVisionEncoderClient, float], Awaitable[Any]]
 """Gets the client and the number of seconds that are left. Returns a value or an EncoderError, or raises
@@ -41,12 +45,23 @@ class EncoderThread:
     """``submit`` and ``cancel`` return at once. ``completed`` has the calls that have ended; one thread pops
     them."""
 
-    def __init__(self, settings: Settings, *, name: str, reads_rows: bool = False) -> None:
-        """name: of the thread. reads_rows: as of ``Settings.client``."""
+    def __init__(
+        self,
+        agreement: Agreement,
+        *,
+        name: str,
+        reads_rows: bool = False,
+        logger: logging.Logger | None = None,
+    ) -> None:
+        """name: of the thread. reads_rows: as of ``Agreement.client``. logger: gets one line when the encoder
+        is found to disagree, and one when it does not any more."""
         self.completed: deque[Completed] = deque()
         self._has_ended = threading.Event()
-        self._settings = settings
+        self._agreement = agreement
+        self._settings = agreement.settings
         self._reads_rows = reads_rows
+        self._logger = logger
+        self._disagreement = ""
         self._loop = asyncio.new_event_loop()
         self._client: AsyncVisionEncoderClient | None = None
         self._tasks: dict[object, asyncio.Task[Any]] = {}
@@ -61,6 +76,16 @@ class EncoderThread:
         """Starts the call. The future gets its outcome: a value, or an EncoderError. Cancelling the future
         cancels the call."""
         return asyncio.run_coroutine_threadsafe(self._with_retries(call), self._loop)
+
+    def contact(self, timeout_s: float) -> EncoderError | None:
+        """Has the encoder describe itself, without retries. Why that failed, or None."""
+
+        async def call(client: AsyncVisionEncoderClient, left_s: float) -> None:
+            await client.info(timeout_s=min(timeout_s, left_s))
+
+        asking = self._once(call, time.monotonic())
+        outcome: EncoderError | None = self.run_coroutine(asking, 2 * timeout_s + CLOSE_S)
+        return outcome
 
     def cancel(self, handle: object) -> None:
         """Ends the call without an entry in ``completed``, unless it has ended already."""
@@ -130,6 +155,7 @@ class EncoderThread:
         backoff_s = FIRST_BACKOFF_S
         while True:
             outcome = await self._once(call, started_s)
+            self._note(outcome)
             if not isinstance(outcome, EncoderError) or not outcome.retryable:
                 return outcome
             pause_s = max(backoff_s, outcome.retry_after_ms / 1e3)
@@ -139,13 +165,29 @@ class EncoderThread:
             await asyncio.sleep(pause_s)
             backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
 
+    def _note(self, outcome: Any) -> None:
+        """Logs the beginning and the end of a disagreement; the failures of single images are not logged
+        here."""
+        if isinstance(outcome, DISAGREEMENTS):
+            disagreement = outcome.message
+        elif isinstance(outcome, EncoderError):
+            return
+        else:
+            disagreement = ""
+        if self._logger is not None and disagreement != self._disagreement:
+            if disagreement:
+                self._logger.error("images fail until this is changed: %s", disagreement)
+            else:
+                self._logger.info("the encoder at %s serves this model's rows now", self._settings.target)
+        self._disagreement = disagreement
+
     async def _once(self, call: Call, started_s: float) -> Any:
         left_s = self._settings.timeout_s - (time.monotonic() - started_s)
         if left_s <= 0:
             return DeadlineExceeded(f"the encoder did not answer within {self._settings.timeout_s} s")
         try:
             if self._client is None:
-                self._client = self._settings.client(reads_rows=self._reads_rows)
+                self._client = self._agreement.client(reads_rows=self._reads_rows)
             return await call(self._client, left_s)
         except EncoderError as error:
             return error

@@ -25,8 +25,10 @@ class TextModelConfig(Protocol):
 
 @dataclass(frozen=True)
 class Geometry:
-    """width: elements of a row, D * (1 + num_levels). check_finite: ``check`` looks for NaN and infinity."""
+    """family: of the tower. width: elements of a row, D * (1 + num_levels). check_finite: ``check`` looks for
+    NaN and infinity."""
 
+    family: str
     width: int
     dtype: str
     num_levels: int
@@ -44,6 +46,7 @@ class Geometry:
             raise InvalidRequest(f"the model runs in {dtype}, rows come in {', '.join(ROW_DTYPES)}")
         levels = interface.num_deepstack_levels
         return cls(
+            family=interface.family,
             width=config.get_text_config().hidden_size * (1 + levels),
             dtype=dtype,
             num_levels=levels,

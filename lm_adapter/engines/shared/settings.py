@@ -15,6 +15,7 @@ from lm_adapter.channel import ClientTls, read_token_file
 from lm_adapter.client import AsyncVisionEncoderClient
 from lm_adapter.errors import InvalidRequest, ItemFailed
 from lm_adapter.shm.attachment import TRANSPORTS, check_transports
+from lm_adapter.types import CheckServer
 
 MAY_BE_ZERO = {"retry_s"}
 """Settings that may be 0; the others must be positive."""
@@ -27,9 +28,10 @@ class Settings:
     the client. token_file: a file whose only word is the namespace's token. tls_ca, tls_cert, tls_key,
     tls_server_name: as in ``ClientTls``; one of the files turns TLS on. timeout_s: of one image, its encode
     included. retry_s: for how long transient failures, such as a restarting encoder, are retried.
-    finite: check every element for NaN and infinity. SOURCE: where the engine's user states them; error
-    messages name it."""
+    finite: check every element for NaN and infinity. ENGINE, SOURCE: the engine, and where its user states
+    the settings; error messages name both."""
 
+    ENGINE: ClassVar[str] = "the engine"
     SOURCE: ClassVar[str] = "the settings"
 
     target: str
@@ -100,15 +102,18 @@ class Settings:
         tls.credentials()
         return tls
 
-    def client(self, *, reads_rows: bool) -> AsyncVisionEncoderClient:
+    def client(
+        self, *, reads_rows: bool, check_server: CheckServer | None = None
+    ) -> AsyncVisionEncoderClient:
         """A client on the running loop. reads_rows: attaches to the encoder's memory; rows go to the calling
-        thread's current GPU, if it uses one. Raises ItemFailed for files that became unusable after the
-        start."""
+        thread's current GPU, if it uses one. check_server: as of the client. Raises ItemFailed for files that
+        became unusable after the start."""
         options: dict[str, Any] = {
             "namespace": self.namespace,
             "model": self.model,
             "timeout_s": self.timeout_s,
             "token_file": self.token_file,
+            "check_server": check_server,
             "waits": False,  # ``EncoderThread`` repeats overloaded calls, for ``retry_s``
             "max_in_flight": sys.maxsize,  # the engine bounds its images
         }

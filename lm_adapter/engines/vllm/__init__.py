@@ -4,7 +4,8 @@ Owns the names that users and vLLM's entry points state: the connector class for
 and ``register``. Both import the rest on demand. ``docs/vllm.md`` has the command line. An image or a clip
 passes the modules in this order:
 
-- ``api_server``  ``media``: the file, undecoded (``shared.images``, ``clips``); ``server``: the first
+- ``api_server``  ``contact``: before the first image, whether the encoder has this model's rows
+                  ``media``: the file, undecoded (``shared.images``, ``clips``); ``server``: the first
                   ``Prefetch``; ``parser``, ``processor``: its grid and placeholders (``kimi`` for Kimi-K2.5)
 - ``scheduler``   ``tracker``: which requests wait for which rows (``items``, ``requests``, ``room``,
                   ``rows``); ``orders``: the calls that fetch them; ``vllm_cache_view``: which rows vLLM has

@@ -10,7 +10,9 @@ import logging
 import time
 from typing import Any
 
+from lm_adapter.engines.shared.agreement import Agreement
 from lm_adapter.engines.shared.encoder_thread import EncoderThread
+from lm_adapter.engines.shared.first_contact import check_encoder, start_of
 from lm_adapter.engines.shared.geometry import Geometry
 from lm_adapter.engines.vllm.failures import send_report
 from lm_adapter.engines.vllm.models import check_model
@@ -40,7 +42,9 @@ class ConnectorMethods:
 
     _connector_metadata: Any
 
+    @start_of(Settings.ENGINE, logger)
     def __init__(self, vllm_config: VllmConfig, role: Any) -> None:
+        """Raises EncoderError for what cannot work."""
         super().__init__(vllm_config, role)  # type: ignore[call-arg]
         transfer = vllm_config.ec_transfer_config
         assert transfer is not None, "vLLM makes a connector only where one is configured"
@@ -62,7 +66,9 @@ class ConnectorMethods:
         socket_name = f"vision-encoder-{transfer.engine_id}-{parallel.data_parallel_index}"
         if role.name == "SCHEDULER":
             num_ranks = parallel.tensor_parallel_size * parallel.prefill_context_parallel_size
-            self.encoder_thread = EncoderThread(settings, name="requests")
+            self.encoder_thread = EncoderThread(Agreement(settings, geometry), name="requests", logger=logger)
+            # ``configure`` has asked too, but an encoder may start while the model is loaded.
+            check_encoder(self.encoder_thread, settings.target, logger)
             self.rank_socket = RankSocket(socket_name, num_ranks)
             self.encoder_thread.run_coroutine(self.rank_socket.open())
             self.tracker = RequestTracker(

@@ -55,6 +55,7 @@ def given_sizes(options: Mapping[str, Any]) -> dict[str, int]:
 class Settings(settings.Settings):
     """max_resident_bytes: limit on the bytes of rows that wait for vLLM's forward pass, on each GPU."""
 
+    ENGINE: ClassVar[str] = "vLLM"
     SOURCE: ClassVar[str] = "ec_connector_extra_config"
 
     max_resident_bytes: int = 1 << 30

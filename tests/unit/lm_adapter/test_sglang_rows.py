@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +16,7 @@ from lm_adapter.engines.sglang.settings import Settings
 from lm_adapter.engines.shared.checkpoint import VisionInterface
 from lm_adapter.engines.shared.geometry import Geometry
 from lm_adapter.engines.shared.images import ImageFile
-from lm_adapter.errors import DeadlineExceeded, EncoderError, InvalidRequest, InvalidRows
+from lm_adapter.errors import DeadlineExceeded, EncoderError, InvalidRequest, InvalidRows, ModelMismatch
 from lm_adapter.items import Grid
 from lm_adapter.keys import content_digest
 from lm_adapter.testing import FakeEncoder, Fault, fake_model, fake_rows
@@ -25,7 +24,7 @@ from lm_adapter.types import EncodedRows
 
 pytestmark = pytest.mark.anyio
 MODEL = fake_model("qwen3_vl")
-GEOMETRY = Geometry(MODEL.width, "float32", MODEL.num_deepstack_levels, 2, merges_time=False)
+GEOMETRY = Geometry("qwen3_vl", MODEL.width, "float32", MODEL.num_deepstack_levels, 2, merges_time=False)
 GRID = Grid(1, 4, 6)
 
 
@@ -63,23 +62,34 @@ async def test_rows_of_each_image_in_order(fake: FakeEncoder, reader: RowReader)
     assert rows[0].key == rows[2].key != rows[1].key
 
 
-@pytest.mark.parametrize(
-    ("geometry", "grid", "words"),
-    [
-        ({"width": 64}, GRID, "width is 128, expected 64"),
-        ({"num_levels": 1}, GRID, "num_deepstack_levels is 3, expected 1"),
-        ({"dtype": "bfloat16"}, GRID, "dtype is float32, expected bfloat16"),
-        ({}, Grid(1, 6, 4), r"\(1, 4, 6\), expected \(1, 6, 4\)"),  # as many rows
-    ],
-    ids=lambda value: str(value)[:32],
-)
-async def test_p11_p22_rows_of_another_model_or_grid_are_refused(
-    fake: FakeEncoder, geometry: dict[str, Any], grid: Grid, words: str
+async def test_p22_rows_that_contradict_the_result_are_refused(fake: FakeEncoder, reader: RowReader) -> None:
+    bad = image(b"\0")
+    fake.script.faults[bad.digest] = Fault.WRONG_WIDTH
+    with pytest.raises(InvalidRows) as refused:
+        await read(reader, [image(b"\1"), bad], [GRID, GRID])
+    assert refused.value.field == "width"
+    assert await read(reader, [image(b"\1")], [GRID])
+
+
+async def test_p11_rows_of_another_grid_are_refused(reader: RowReader) -> None:
+    with pytest.raises(InvalidRows, match=r"\(1, 4, 6\), expected \(1, 6, 4\)"):  # as many rows
+        await read(reader, [image(b"\0")], [Grid(1, 6, 4)])
+
+
+async def test_p22_an_encoder_that_is_replaced_by_one_of_another_model(
+    fake: FakeEncoder, reader: RowReader
 ) -> None:
-    reader = RowReader(Settings(target=fake.target), dataclasses.replace(GEOMETRY, **geometry))
-    with pytest.raises(InvalidRows, match=words):
-        await read(reader, [image(b"\0")], [grid])
-    reader.close()
+    """The client holds the former one's description."""
+    await read(reader, [image(b"\0")], [GRID])
+    model = fake.script.model
+    fake.script.model = dataclasses.replace(model, dtype="bfloat16")
+    fake.restart()
+    for number in (1, 2):
+        with pytest.raises(ModelMismatch, match="in bfloat16, SGLang's model takes float32"):
+            await read(reader, [image(bytes([number]))], [GRID])
+    fake.script.model = model
+    fake.restart()
+    assert await read(reader, [image(b"\3")], [GRID])
 
 
 async def test_p32_an_encoder_that_is_away_or_slow_fails_in_time(fake: FakeEncoder) -> None:
@@ -168,8 +178,12 @@ def test_device_memory_alone_needs_a_gpu() -> None:
         RowReader(Settings(target="127.0.0.1:1", transports=("device",)), GEOMETRY)
 
 
-QWEN = VisionInterface("qwen3_vl", 500, 501, 2, merges_time=False, uses_mrope=True, num_deepstack_levels=3)
-KIMI = VisionInterface("kimi_k25", 500, 500, 2, merges_time=True, uses_mrope=False, num_deepstack_levels=0)
+QWEN = VisionInterface(
+    "qwen3_vl", "qwen3_vl", 500, 501, 2, merges_time=False, uses_mrope=True, num_deepstack_levels=3
+)
+KIMI = VisionInterface(
+    "kimi_k25", "kimi_k25", 500, 500, 2, merges_time=True, uses_mrope=False, num_deepstack_levels=0
+)
 
 
 def test_p05_ids_before_and_after_expansion() -> None:

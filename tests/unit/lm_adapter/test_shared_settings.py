@@ -114,7 +114,7 @@ def test_only_a_client_that_reads_rows_attaches_to_memory(
         "timeout_s": 4,
         "token_file": files["token_file"],
     }
-    common |= {"waits": False, "max_in_flight": sys.maxsize}
+    common |= {"waits": False, "max_in_flight": sys.maxsize, "check_server": None}
     memory: dict[str, Any] = {"transports": TRANSPORTS, "broker_path": "/broker"}
     if "fleet" in gateway:
         memory = {}

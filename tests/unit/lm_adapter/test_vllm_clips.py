@@ -17,7 +17,7 @@ from lm_adapter.items import ClipItem, Grid, PreprocessOptions
 from lm_adapter.keys import content_digest
 from lm_adapter.types import KeyState, PrefetchStatus
 
-GEOMETRY = Geometry(width=12, dtype="float32", num_levels=2, merge_size=2, merges_time=False)
+GEOMETRY = Geometry("qwen3_vl", width=12, dtype="float32", num_levels=2, merge_size=2, merges_time=False)
 GRID = Grid(2, 4, 6)
 NUM_ROWS = 12
 OPTIONS = PreprocessOptions(fps=3.0)

@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from bench.harness.waiting import wait_until
+from lm_adapter.engines.shared.agreement import Agreement
 from lm_adapter.engines.shared.encoder_thread import EncoderThread
 from lm_adapter.engines.shared.geometry import Geometry
 from lm_adapter.engines.vllm import connector as connector_module
@@ -39,6 +40,7 @@ from tests.unit.lm_adapter.connector_rig import Connector, engine_config
 
 PATIENCE_S = 30.0
 NOWHERE = "127.0.0.1:1"
+GEOMETRY = Geometry("qwen3_5", width=12, dtype="float32", num_levels=0, merge_size=2, merges_time=False)
 
 
 @pytest.fixture(autouse=True)
@@ -183,8 +185,7 @@ def test_p39_a_device_without_an_index_is_the_workers_current_one(
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: SimpleNamespace(device=device))
     monkeypatch.setattr(torch.cuda, "set_device", choose)
     monkeypatch.setattr(torch.cuda, "set_stream", choose)
-    geometry = Geometry(width=12, dtype="float32", num_levels=0, merge_size=2, merges_time=False)
-    reader = RankReader(Settings(target=NOWHERE), geometry, torch.device(device), secrets.token_hex(8))
+    reader = RankReader(Settings(target=NOWHERE), GEOMETRY, torch.device(device), secrets.token_hex(8))
     try:
         wait_until(lambda: len(chosen) == 2, "the choice of device and stream")
         (first, chosen_device), (second, stream) = chosen
@@ -206,7 +207,8 @@ def new_calls() -> Iterator[NewCalls]:
     made: list[EncoderThread] = []
 
     def make(**settings: Any) -> EncoderThread:
-        made.append(EncoderThread(Settings(target=NOWHERE, **settings), name="test"))
+        agreement = Agreement(Settings(target=NOWHERE, **settings), GEOMETRY)
+        made.append(EncoderThread(agreement, name="test"))
         return made[-1]
 
     yield make

@@ -38,7 +38,7 @@ from tests.unit.lm_adapter.connector_rig import (
     RequestStatus,
 )
 
-GEOMETRY = Geometry(width=12, dtype="float32", num_levels=2, merge_size=2, merges_time=False)
+GEOMETRY = Geometry("qwen3_vl", width=12, dtype="float32", num_levels=2, merge_size=2, merges_time=False)
 GRID, TURNED, DOUBLE = Grid(1, 4, 6), Grid(1, 6, 4), Grid(1, 8, 6)
 CLIP_GRID = Grid(2, 4, 6)
 TEXT_TOKENS = 3

@@ -19,11 +19,14 @@ from typing import Any, ClassVar
 from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
 from lm_adapter.client import AsyncVisionEncoderClient
+from lm_adapter.engines.shared.agreement import Agreement
 from lm_adapter.engines.shared.encoder_thread import EncoderThread
 from lm_adapter.engines.shared.error_text import message_of, status_of
+from lm_adapter.engines.shared.first_contact import start_of
 from lm_adapter.engines.shared.geometry import Geometry
 from lm_adapter.engines.shared.images import ImageFile
 from lm_adapter.engines.vllm.api_server.clips import ClipFile
+from lm_adapter.engines.vllm.api_server.contact import check_early
 from lm_adapter.engines.vllm.failures import vllm_error
 from lm_adapter.engines.vllm.settings import Settings, given_sizes, has_connector, mark
 from lm_adapter.engines.vllm.vllm_types import ModelConfig, VllmConfig
@@ -47,15 +50,15 @@ class EncoderThreads:
     one process. Thread-safe."""
 
     def __init__(self) -> None:
-        self._threads: dict[Settings, EncoderThread] = {}
+        self._threads: dict[Agreement, EncoderThread] = {}
         self._lock = threading.Lock()
 
-    def get(self, settings: Settings) -> EncoderThread:
+    def get(self, agreement: Agreement) -> EncoderThread:
         """Not called before the first file arrives: by then vLLM has forked all its processes."""
         with self._lock:
-            if settings not in self._threads:
-                self._threads[settings] = EncoderThread(settings, name="prefetch")
-            return self._threads[settings]
+            if agreement not in self._threads:
+                self._threads[agreement] = EncoderThread(agreement, name="prefetch")
+            return self._threads[agreement]
 
 
 class ApiServer:
@@ -72,8 +75,9 @@ class ApiServer:
         model_config, transfer = vllm_config.model_config, vllm_config.ec_transfer_config
         assert transfer is not None, "``has_connector`` holds"
         options = model_config.get_multimodal_config().mm_processor_kwargs or {}
-        self._settings = Settings.read(transfer.ec_connector_extra_config)
-        self._geometry = Geometry.of_model(model_config)
+        self.agreement = Agreement(
+            Settings.read(transfer.ec_connector_extra_config), Geometry.of_model(model_config)
+        )
         self._max_tokens = model_config.max_model_len
         # With other options each image has another key, which only the processor knows.
         self._announces_images = not set(options) - VLLMS_OWN
@@ -85,7 +89,7 @@ class ApiServer:
         failures."""
         if not self._announces_images:
             return False
-        thread = self._threads.get(self._settings)
+        thread = self._threads.get(self.agreement)
         thread.completed.clear()
         if thread.num_pending >= MAX_PREFETCHES:
             return False
@@ -100,8 +104,9 @@ class ApiServer:
 
     def announce(self, clip: ClipFile) -> Future[ClipFile | EncoderError]:
         """Gets the clip with its grid and times, or an EncoderError, within the time limit of an item."""
-        call = functools.partial(clip.announced, geometry=self._geometry, max_tokens=self._max_tokens)
-        return self._threads.get(self._settings).submit_future(call)
+        geometry = self.agreement.geometry
+        call = functools.partial(clip.announced, geometry=geometry, max_tokens=self._max_tokens)
+        return self._threads.get(self.agreement).submit_future(call)
 
     @staticmethod
     def announced(outcome: ClipFile | EncoderError) -> ClipFile:
@@ -136,9 +141,10 @@ def hook_config(architecture: str) -> None:
     MODELS_CONFIG_MAP[architecture] = Hook
 
 
+@start_of(Settings.ENGINE, logger)
 def configure(vllm_config: VllmConfig) -> None:
     """Called in the process that makes the configuration: an API server, or an offline ``LLM``. Raises
-    InvalidRequest for options of vLLM that exclude each other."""
+    InvalidRequest for options of vLLM that exclude each other, and as ``check_early``."""
     if not has_connector(vllm_config):
         if os.environ.get("VLLM_MEDIA_CONNECTOR") == MEDIA_CONNECTOR:
             # Set by an earlier engine in this process.
@@ -146,6 +152,7 @@ def configure(vllm_config: VllmConfig) -> None:
         return
     _check_options(vllm_config)
     server = ApiServer(vllm_config)
+    check_early(server.agreement)
     os.environ["VLLM_MEDIA_CONNECTOR"] = MEDIA_CONNECTOR
     mark(vllm_config.model_config.get_multimodal_config())
     ApiServer.current = server

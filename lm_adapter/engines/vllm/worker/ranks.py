@@ -14,6 +14,7 @@ import threading
 from typing import Any
 
 from lm_adapter.client import AsyncVisionEncoderClient
+from lm_adapter.engines.shared.agreement import Agreement
 from lm_adapter.engines.shared.geometry import Geometry
 from lm_adapter.engines.vllm.rank_socket import (
     LINK_ERRORS,
@@ -178,7 +179,7 @@ class RankReader:
             self._reserve = None
             torch.cuda.empty_cache()
         if self._client is None:
-            self._client = self._settings.client(reads_rows=True)
+            self._client = Agreement(self._settings, self._geometry).client(reads_rows=True)
         digests = [order.routing_digest] if self._settings.is_routed else []
         (rows,) = await self._client.fetch([order.key], routing_digests=digests)
         if isinstance(rows, EncoderError):

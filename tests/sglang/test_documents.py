@@ -1,0 +1,96 @@
+"""The commands of docs/sglang.md as they stand: the encoder has no option of a device, a dtype or a socket.
+
+Only SGLang gets options, for a CPU and a small model.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bench.harness.sglang import (
+    FORKED,
+    LANGUAGE_MODEL,
+    NUM_TOKENS,
+    DocumentedEncoder,
+    Sglang,
+    documented,
+    generate_body,
+    plugin_variables,
+)
+from bench.harness.waiting import wait_until
+from tests.engines.faults import new_picture
+from tests.sglang.leaving import ONE
+
+pytestmark = pytest.mark.timeout(900)
+FIRST_S = 240
+"""Limit on SGLang's tower, whose first image takes long."""
+# The harness has float32, for tests of equal tokens; "auto" is SGLang's own default, here bfloat16.
+ARGUMENTS = [*LANGUAGE_MODEL, "--dtype", "auto"]
+
+
+def tokens_of_own_tower(server: Sglang, image: bytes) -> list[int]:
+    """Of a server with an encoder: it computes several samples of a prompt with its own tower."""
+    sampling = {"temperature": 0, "max_new_tokens": NUM_TOKENS, "ignore_eos": True, "n": 2}
+    body = generate_body(ONE, [image], sampling_params=sampling)
+    response = server.post("/generate", body, timeout_s=FIRST_S)
+    assert response.status_code == 200, response.text
+    first, second = (sample["output_ids"] for sample in response.json())
+    assert first == second
+    return list(first)
+
+
+def test_both_ways_give_the_tokens_of_sglangs_own_tower(
+    checkpoints: dict[str, Path], images: list[bytes], tmp_path: Path
+) -> None:
+    checkpoint = checkpoints["qwen3_vl"]
+    (tmp_path / "protocol").mkdir()
+    (tmp_path / "plugin").mkdir()
+    with DocumentedEncoder(checkpoint, tmp_path / "protocol", "protocol") as encoder:
+        command = documented("python -m sglang.launch_server", {"http://127.0.0.1:31000": encoder.sglang_url})
+        arguments = [*ARGUMENTS, *command[command.index("--language-only") :]]
+        with Sglang(checkpoint, tmp_path / "protocol", arguments, FORKED) as server:
+            expected = [tokens_of_own_tower(server, image) for image in images]
+            assert encoder.total("ve_items_total") == 0
+            assert [server.tokens(ONE, [image]) for image in images] == expected
+            assert encoder.total("ve_items_total") == len(images)
+    assert len({tuple(tokens) for tokens in expected}) == len(images)
+
+    with (
+        DocumentedEncoder(checkpoint, tmp_path / "plugin", "plugin") as encoder,
+        Sglang(checkpoint, tmp_path / "plugin", ARGUMENTS, plugin_variables(encoder.target)) as server,
+    ):
+
+        def num_read() -> float:
+            return encoder.metrics()["ve_directory_reads_total"]
+
+        def is_attached() -> bool:
+            server.tokens(ONE, [new_picture()[0]])
+            return num_read() > 0
+
+        wait_until(is_attached, "rows by shared memory")
+        num_inline = encoder.metrics()['ve_deliveries_total{transport="inline"}']
+        before = num_read()
+        assert [server.tokens(ONE, [image]) for image in images] == expected
+        wait_until(lambda: num_read() >= before + len(images), "the reports of the reads")
+        assert encoder.metrics()['ve_deliveries_total{transport="inline"}'] == num_inline
+
+
+def test_a_start_beside_an_encoder_of_another_dtype_says_which_option_to_change(
+    checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    """The harness gives SGLang float32. The line stands above SGLang's traceback."""
+    checkpoint = checkpoints["qwen3_vl"]
+    sentence = (
+        "SGLang does not start: the encoder at {} serves rows in bfloat16, SGLang's model takes float32: "
+        "start the encoder with --dtype float32, or SGLang with --dtype bfloat16"
+    )
+    with (
+        DocumentedEncoder(checkpoint, tmp_path, "plugin") as encoder,
+        pytest.raises(AssertionError, match="SGLang ended"),
+        Sglang(checkpoint, tmp_path, LANGUAGE_MODEL, FORKED | plugin_variables(encoder.target)),
+    ):
+        pass
+    log = (tmp_path / "sglang.log").read_text()
+    assert log.count(sentence.format(encoder.target)) == 1
