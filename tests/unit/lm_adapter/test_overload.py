@@ -22,7 +22,7 @@ pytestmark = pytest.mark.anyio
 
 FULL = ItemFailed("queue holds 8 of 8", reason="QUEUE_FULL", status=8, retryable=True, retry_after_ms=1)
 BROKEN = ItemFailed("the JPEG file is truncated", reason="UNDECODABLE_IMAGE", status=3)
-SHORT_S = 0.3
+SHORT_S = 0.6
 
 
 @pytest.fixture(params=[False, True], ids=["one encoder", "fleet"])
