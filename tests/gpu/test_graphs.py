@@ -187,15 +187,6 @@ def test_p29_over_the_ladder_runs_eager_and_right(runner: GraphRunner, grids: li
     assert relative_error(rows, eager_rows(tower, grids, pixels)) < RELATIVE
 
 
-def test_pixels_from_pinned_memory(runner: GraphRunner) -> None:
-    tower = tower_of(runner)
-    grids = [Grid(1, 14, 10), Grid(1, 4, 4)]
-    pixels = random_pixels(grids, tower)
-    pinned = [one.float().cpu().pin_memory() for one in pixels]
-    rows = runner.run(tower.prepare(grids), pinned)
-    assert relative_error(rows, eager_rows(tower, grids, pixels)) < RELATIVE
-
-
 @pytest.mark.parametrize("name", backend_names())
 @pytest.mark.parametrize("family", FAMILIES)
 def test_p30_every_backend_replays_what_it_runs(name: str, family: str) -> None:

@@ -92,7 +92,8 @@ def test_p20_p21_p30_rows_are_right_in_every_kind_of_destination(rig: Rig) -> No
         rows = torch.cat([one.cpu() for one in found])
         assert relative_error(rows, expected[index]) < RELATIVE, index
 
-    for _ in range(400):
+    replays = rig.runner.counters.replays.total()
+    for _ in range(1000):
         index = generator.randrange(len(batches))
         on_device = destinations_for(rig, batches[index], apart=generator.random() < 0.5)
         kinds = generator.choice(("d", "h", "n", "dh", "dhn"))
@@ -110,6 +111,7 @@ def test_p20_p21_p30_rows_are_right_in_every_kind_of_destination(rig: Rig) -> No
             finish()
     while in_flight:
         finish()
+    assert rig.runner.counters.replays.total() - replays == 1000
 
 
 def test_p29_uploaded_pixels_become_the_preprocessors_bits_and_padding_is_zero(rig: Rig) -> None:

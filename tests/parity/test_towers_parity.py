@@ -205,23 +205,3 @@ def test_p31_an_item_has_the_same_rows_alone_and_in_any_batch(
         for index, rows in zip(order, batch.split([len(alone[index]) for index in order]), strict=True):
             figures = errors(rows, alone[index])
             assert figures.relative < 2e-6, f"item {index} in order {order}: {figures}"
-
-
-FULL_VISION: dict[str, dict[str, Any]] = {
-    "qwen3_vl": {"depth": 1, "deepstack_visual_indexes": [0]},
-    "qwen3_5": {"depth": 1},
-    "kimi_k25": {"vt_num_hidden_layers": 1},
-}
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("family", FULL_VISION)
-def test_one_block_of_full_width_equals_the_reference(
-    tmp_path: Path, device: torch.device, family: str
-) -> None:
-    config = config_with(family, "full", FULL_VISION[family])
-    path = write_published(tmp_path, config, vision_weights(config, fresh_seed(), torch.bfloat16))
-    found, expected = Pair(path, device, torch.float32).rows([Grid(1, 28, 28), Grid(2, 4, 6)], fresh_seed())
-    figures = errors(found, expected)
-    report(f"{family} full width float32", figures)
-    assert figures.relative < FLOAT32_RELATIVE

@@ -79,33 +79,7 @@ def test_options_out_of_bounds(preprocessor: Preprocessor, given: dict[str, Any]
         preprocessor.check_options(Modality.IMAGE, options)
 
 
-def test_one_limit_below_the_checkpoints_other_is_taken() -> None:
-    """As in the reference, whose upper limit comes first."""
-    published = QwenVLPreprocessor(QwenVLSettings(16, 2, 2, 65_536, 1 << 24, HALF), LIMITS)
-    low, high = PreprocessOptions(max_pixels=50_176), PreprocessOptions(min_pixels=(1 << 24) - 1)
-    for options in (low, high):
-        published.check_options(Modality.IMAGE, options)
-    assert published.plan_image(480, 640, low).grid == Grid(1, 12, 16)
-    assert published.plan_image(160, 240, low).grid == Grid(1, 14, 20)
-
-
 # Grids
-
-
-@given(st.integers(1, 70000), st.integers(1, 70000), st.integers(1, 2000), st.integers(1, 64))
-def test_p09_kimi_grids_never_grow_and_stay_in_their_limits(
-    height: int, width: int, patches: int, side: int
-) -> None:
-    options = PreprocessOptions(max_patches=patches, max_patches_per_side=side)
-    (target_height, target_width), _, grid = KIMI.plan_image(height, width, options)
-    assert 1 <= target_height <= min(height, side * 14)
-    assert 1 <= target_width <= min(width, side * 14)
-    assert (grid.h, grid.w) == (math.ceil(target_height / 28) * 2, math.ceil(target_width / 28) * 2)
-    whole_patches = max(1, target_height // 14) * max(1, target_width // 14)
-    # The budget divides whole patches of the original, whose remainders can add one patch on each side.
-    assert whole_patches <= (math.sqrt(patches * height / width) + 2) * (
-        math.sqrt(patches * width / height) + 2
-    )
 
 
 # Loading

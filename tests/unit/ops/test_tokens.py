@@ -6,21 +6,17 @@ import gc
 import hmac
 import os
 import secrets
-import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
 from bench.harness.waiting import wait_until
 from encoder_service.config import parse_settings
 from encoder_service.errors import ConfigurationError, PermissionDenied, Unauthenticated
 from encoder_service.ops import reloaded
-from encoder_service.ops.reloaded import MAX_FILE_BYTES, read
 from encoder_service.ops.tokens import NamespaceTokens
 from encoder_service.rpc.auth import bearer_token, check_caller, check_namespace
 from encoder_service.rpc.server import is_reachable, open_tokens
@@ -183,38 +179,6 @@ def test_p68_a_namespace_that_loses_its_tokens_stays_closed(file: Path) -> None:
     assert tokens.opens("never had one", "")
 
 
-@settings(max_examples=20)
-@given(
-    lines=st.lists(
-        st.tuples(st.sampled_from("abc"), st.text("wxyz", min_size=1, max_size=6)), min_size=1, max_size=5
-    ),
-    removed=st.sets(st.integers(0, 4)),
-    settles=st.booleans(),
-)
-def test_p68_no_cut_of_the_file_opens_anything(
-    lines: list[tuple[str, str]], removed: set[int], settles: bool
-) -> None:
-    """Cut at each byte, and without any of its lines."""
-    whole = [f"{name}={token}\n" for name, token in lines]
-    valid = set(lines)
-    text = "".join(whole)
-    fewer = "".join(line for number, line in enumerate(whole) if number not in removed)
-    # What could pass for a token: each beginning of each.
-    offered = {token[:length] for _, token in lines for length in range(7)}
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "tokens"
-        file.write_text(text)
-        tokens = NamespaceTokens(file)
-        for states in ([text[:length] for length in range(len(text) + 1)], [fewer]):
-            for state in states:
-                file.write_text(state)
-                recheck(tokens, 2 if settles else 1)
-                for name in {name for name, _ in lines}:
-                    assert all((name, token) in valid for token in offered if tokens.opens(name, token)), (
-                        state
-                    )
-
-
 def test_p68_a_volume_that_hangs_delays_no_call(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file.write_text("a=one\n")
     monkeypatch.setattr(reloaded, "RECHECK_S", 0.01)
@@ -295,11 +259,3 @@ def test_which_addresses_other_hosts_reach() -> None:
     assert [is_reachable(address) for address in ("0.0.0.0:1", "[::]:1", "encoder:1", "10.0.0.1:1")] == [
         True
     ] * 4
-
-
-def test_p17_a_file_above_the_limit_is_refused(file: Path) -> None:
-    file.write_bytes(bytes(MAX_FILE_BYTES))
-    assert len(read(file)) == MAX_FILE_BYTES
-    file.write_bytes(bytes(MAX_FILE_BYTES + 1))
-    with pytest.raises(ConfigurationError, match=f"more than {MAX_FILE_BYTES} bytes"):
-        read(file)

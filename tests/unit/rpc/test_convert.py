@@ -137,10 +137,3 @@ def test_placed_rows_are_described_and_not_sent(tier: TierName) -> None:
     assert result.rows_bytes == rows.nbytes
     assert list(result.timestamps_s) == [0.0, 0.5]
     assert list(result.chunk_grids) == [pb.GridTHW(t=1, h=2, w=14)]
-
-
-def test_a_segment_of_many_dimensions_is_refused() -> None:
-    many = pb.ShmTensor(name="x", dtype=pb.DTYPE_FLOAT32, shape=[1] * 9)
-    message = pb.Item(modality=pb.MODALITY_IMAGE, pixels=pb.PixelTensor(shm=many))
-    with pytest.raises(PixelTensorMismatch, match="9 dimensions, 1 to 8"):
-        convert.segment_from_proto(message)

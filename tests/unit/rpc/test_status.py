@@ -44,22 +44,6 @@ def test_clients_that_know_only_statuses_retry_what_is_retryable(
     assert (status_of(cls("text")) in retried) == (cls.retryable and cls is not errors.DeviceFault)
 
 
-def test_the_drawing_shows_every_class_under_its_parent() -> None:
-    assert errors.__doc__ is not None
-    stack: list[str] = []
-    drawn: dict[str, str] = {}
-    for line in errors.__doc__.splitlines():
-        found = re.match(r"^((?:[│ ]   )*)[├└]── (\w+)", line)
-        if found is None:
-            if line == "VisionEncoderError":
-                stack = [line]
-            continue
-        depth = len(found[1]) // 4 + 1
-        stack = [*stack[:depth], found[2]]
-        drawn[found[2]] = stack[depth - 1]
-    assert drawn == {cls.__name__: cls.__bases__[0].__name__ for cls in CLASSES[1:]}
-
-
 def test_reasons_are_stable_codes_and_leaves_have_their_own() -> None:
     leaves = [cls for cls in CLASSES if not cls.__subclasses__()]
     reasons = [cls.reason for cls in leaves]

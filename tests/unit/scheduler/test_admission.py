@@ -147,16 +147,6 @@ def test_p69_unread_rows_of_one_caller_leave_room_for_another() -> None:
     assert (undelivered.num_bytes, undelivered.fill()) == (0, 0.0)
 
 
-def test_rows_of_several_callers_count_once() -> None:
-    undelivered, row = UndeliveredBytes(1000), object()
-    undelivered.add(row, 100, FLOOD)
-    undelivered.add(row, 100, PROBE)
-    undelivered.remove(row, 100)
-    assert undelivered.num_bytes == 100
-    undelivered.remove(row, 100)
-    assert undelivered.num_bytes == 0
-
-
 def test_p64_the_fill_is_1_where_a_caller_is_refused() -> None:
     admission, holder = Admission(max_patches=16_000, max_bytes=1 << 20), ("peer 10.0.0.1", "namespace a")
     permit = admission.acquire(0, holder)

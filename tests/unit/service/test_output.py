@@ -63,14 +63,6 @@ async def test_the_engine_writes_rows_into_their_slot(rig: Rig) -> None:
         result.release()
 
 
-async def test_readers_without_a_gpu_get_the_same_rows_on_the_host(rig: Rig) -> None:
-    on_host = await rig.pipeline.ensure_tier(await encode(rig, 1), "", "host")
-    assert on_host.held.tier == "host"
-    assert torch.equal(on_host.encoded.rows, rows(1))
-    assert on_host.tier is CacheTier.MISS
-    on_host.release()
-
-
 async def test_rows_are_right_beyond_what_the_arenas_hold(rig: Rig) -> None:
     held = []
     for value in range(1, 20):

@@ -147,18 +147,6 @@ async def test_no_slot_is_used_again_after_a_device_fault(host_only: EmbeddingSt
     held.drop()
 
 
-async def test_the_same_key_again_replaces_the_rows(host_only: EmbeddingStore) -> None:
-    land(host_only, 1)
-    before = hold(host_only, 1)
-    land(host_only, 1, num_rows=2)
-    assert host_only.num_items("host") == 1
-    after = hold(host_only, 1)
-    assert after.item.rows.shape[0] == 2
-    assert torch.equal(before.item.rows, rows_of(1)), "held rows stay"
-    before.drop()
-    after.drop()
-
-
 async def test_rows_outlive_the_store_while_a_tensor_refers_to_them() -> None:
     store = store_of(4)
     land(store, 1)
@@ -277,19 +265,6 @@ async def test_the_engine_writes_to_the_device_and_else_to_the_host(store: Embed
         held.drop()
 
 
-async def test_rows_that_are_evicted_next_are_on_the_host_by_then(store: EmbeddingStore) -> None:
-    for name in range(12):
-        assert land(store, name)
-        await settle(store)
-    for name in range(12):
-        held = hold(store, name)
-        assert torch.equal(held.item.rows, rows_of(name))
-        assert held.tier == ("device" if name >= 8 else "host")
-        held.drop()
-    assert store.counters.copies_to_host >= 8
-    assert store.num_evictions == 8
-
-
 async def test_rows_with_a_copy_on_the_host_are_evicted_first(
     store: EmbeddingStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -332,18 +307,6 @@ async def test_a_reader_without_a_gpu_gets_the_rows_on_the_host(store: Embedding
     assert again.item.rows.data_ptr() == held.item.rows.data_ptr()
     assert store.counters.copies_to_host == copies
     again.drop()
-    held.drop()
-
-
-async def test_a_reader_on_a_gpu_gets_the_rows_back(store: EmbeddingStore) -> None:
-    for name in range(6):
-        land(store, name)
-        await settle(store)
-    assert not on_device(store, 0)
-    held = await store.ensure_tier(hold(store, 0), "", "device")
-    assert held.tier == "device"
-    assert torch.equal(held.item.rows, rows_of(0))
-    assert store.counters.copies_to_device == 1
     held.drop()
 
 
@@ -497,22 +460,6 @@ async def test_a_reader_that_leaves_does_not_end_its_private_copy(monkeypatch: p
     copies.go_on.set()
     await settle(store)
     assert sorted(map(device.num_holders, device.slots())) == [1, 1]
-    blocking.drop()
-    store.close()
-
-
-async def test_a_failed_private_copy_is_given_to_no_reader(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = store_of(1, 4)
-    for name in range(2):
-        land(store, name)
-    await settle(store)
-    blocking = await store.ensure_tier(hold(store, 1), "", "host")
-    fail_copies(monkeypatch)
-    with pytest.raises(RuntimeError) as first:
-        await store.ensure_tier(hold(store, 0), "", "host")
-    with pytest.raises(RuntimeError):
-        await store.ensure_tier(hold(store, 0), "", "host")
-    del first
     blocking.drop()
     store.close()
 

@@ -51,17 +51,6 @@ def write(
 
 
 @every_family
-def test_a_loaded_tower_is_ready_to_serve(tmp_path: Path, family: str) -> None:
-    loaded = load(write(tmp_path / "My-Model", family), torch.bfloat16)
-    assert loaded.tower.family == family
-    assert len(loaded.fingerprint) == 32
-    assert not loaded.tower.training
-    parameters = list(loaded.tower.parameters())
-    assert all(parameter.dtype == torch.bfloat16 for parameter in parameters)
-    assert not any(parameter.requires_grad for parameter in parameters)
-
-
-@every_family
 def test_values_survive_a_change_of_the_file(tmp_path: Path, family: str) -> None:
     """A file that is overwritten in place under a running service must not change its weights."""
     config = config_for(family, "tiny")
@@ -199,7 +188,6 @@ def break_index(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
 
 
 SHARD = "model-00001-of-00002.safetensors"
-OTHER_SHARD = "model-00002-of-00002.safetensors"
 DEFECTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "no_config": (lambda path: (path / "config.json").unlink(), r"config\.json cannot be read: No such file"),
     "config_no_json": (lambda path: (path / "config.json").write_text("{"), r"config\.json is not JSON"),

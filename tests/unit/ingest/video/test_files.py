@@ -46,13 +46,6 @@ def test_variable_rates_count_frames_and_give_the_average() -> None:
         assert np.array_equal(frames_of(data), clip_files.decoded(data))
 
 
-def test_a_turned_clip_has_the_sides_that_are_shown() -> None:
-    """Its frames: tests/parity."""
-    data = clip_files.patched_matrix(clip_files.encode(clip_files.moving(2, 48, 64)), (0, 1, -1, 0))
-    header = open_source(data, LIMITS).header
-    assert (header.height, header.width) == (64, 48)
-
-
 def test_sound_beside_the_pictures_is_ignored() -> None:
     frames = clip_files.moving(15)
     data = clip_files.encode(frames, audio=True)

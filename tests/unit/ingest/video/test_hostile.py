@@ -244,21 +244,6 @@ def test_frames_above_the_limit_are_not_decoded_to_learn_of_them(
     assert opened == ["none"]
 
 
-@pytest.mark.parametrize("kind", ["h264.mp4", "h264.mkv"])
-def test_any_frames_of_open_groups_of_pictures(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Frames behind a key frame that lean on ones before it: decoding cannot begin at every key frame."""
-    container, codec, _ = clip_files.CODECS[kind]
-    options = {"x264-params": "open-gop=1:b-pyramid=normal:bframes=5:b-adapt=0:scenecut=0"}
-    monkeypatch.setitem(clip_files.CODECS, kind, (container, codec, options))
-    data = clip_files.encode(clip_files.moving(60), kind, key_every=9)
-    expected = clip_files.decoded(data)
-    for threads in (1, 2, 8):
-        for count in (1, 2, 5, 20):
-            indices = sorted(random.sample(range(60), count))
-            found = frames_of(data, indices, ClipLimits(decode_threads=threads))
-            assert np.array_equal(found, expected[indices]), indices
-
-
 def trimmed(first: int, count: int, b_frames: int | None, kind: str = "h264.mp4") -> bytes:
     """30 frames, a key frame every tenth, of which an edit list shows ``count`` from ``first`` on."""
     data = clip_files.encode(clip_files.moving(30), kind, key_every=10, b_frames=b_frames)
