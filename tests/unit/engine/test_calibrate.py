@@ -25,18 +25,9 @@ from encoder_service.scheduler.cost import CostModel, Launch
 from encoder_service.towers.fused_inputs import FusedInputBuilder, FusedInputs
 from encoder_service.types import Grid
 from tests.unit.engine.bucketed_tower import SmallTower
+from tests.unit.store.arenas import Clock
 
 MERGE = 2
-
-
-class Clock:
-    """A clock of virtual seconds."""
-
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 class FakeRunner:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image
 
 from encoder_service.errors import (
     AspectRatioExceeded,
@@ -96,34 +95,6 @@ def test_p09_kimi_pads_and_does_not_stretch() -> None:
     assert not frame[:, 45:].any()
     # Padding is black before normalising: -1 here, not 0.
     assert set(KIMI.patchify(item.frames_THWC)[-1].tolist()) == {-1.0}
-
-
-@pytest.mark.parametrize("family", ["qwen_vl", "kimi_k25"])
-@pytest.mark.parametrize("transparent", ["white", "drop"])
-def test_p42_transparency_is_settled_before_the_resize_and_part_of_the_fingerprint(
-    family: str, transparent: Literal["white", "drop"]
-) -> None:
-    settings = QWEN.settings if family == "qwen_vl" else KIMI.settings
-    make: Any = QwenVLPreprocessor if family == "qwen_vl" else MoonViTPreprocessor
-    preprocessor: Preprocessor = make(settings, LIMITS, None, transparent)
-    assert (preprocessor.fingerprint == make(settings, LIMITS).fingerprint) is (transparent == "white")
-    rgba = image_files.pixels(70, 900, channels=4)
-    rgba[:, :, 3] = 255
-    rgba[:, ::2, 3] = 0  # resizing first would mix hidden colours into their neighbours
-    opaque = rgba[:, :, :3].copy()
-    if transparent == "white":
-        opaque[:, ::2] = 255
-    options = (
-        PreprocessOptions(max_patches=100)
-        if make is MoonViTPreprocessor
-        else PreprocessOptions(max_pixels=9000)
-    )
-    with_alpha, *_ = preprocessor.open_image(image_files.encode(Image.fromarray(rgba), "PNG"), options).load()
-    without, *_ = preprocessor.open_image(image_files.ppm(opaque), options).load()
-    assert isinstance(with_alpha, FrameItem)
-    assert isinstance(without, FrameItem)
-    assert with_alpha.frames_THWC.shape[2] < 900
-    assert torch.equal(with_alpha.frames_THWC, without.frames_THWC)
 
 
 # A caller's own pixels

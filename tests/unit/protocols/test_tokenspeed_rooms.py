@@ -38,7 +38,8 @@ from encoder_service.store.embedding_store import PinnedRows
 from encoder_service.types import CacheTier, EncodedItem, Grid, StageTimings
 from tests.integration.tokenspeed import request
 from tests.unit.protocols.mooncake_engine import FakeMooncake, fake_mooncake
-from tests.unit.protocols.test_mooncake import new_mooncake, until
+from tests.unit.protocols.test_mooncake import new_mooncake
+from tests.unit.service.rig import until
 
 pytestmark = pytest.mark.anyio
 ROOM, PEER, OTHER = 7, "10.0.0.7", "10.0.0.8"

@@ -51,16 +51,6 @@ def test_reasons_are_stable_codes_and_leaves_have_their_own() -> None:
     assert all(re.fullmatch(r"[A-Z][A-Z_]*", cls.reason) for cls in CLASSES)
 
 
-def test_a_failure_carries_everything() -> None:
-    failure = failure_of(errors.QueueFull("held 5 of 5", retry_after_ms=200, held=5, limit=5))
-    assert failure.reason == "QUEUE_FULL"
-    assert failure.status == grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]
-    assert failure.message == "held 5 of 5"
-    assert failure.retryable
-    assert failure.retry_after_ms == 200
-    assert dict(failure.details) == {"held": "5", "limit": "5"}
-
-
 def test_foreign_exceptions_become_ours() -> None:
     assert isinstance(as_service_error(ValueError("x")), errors.InternalError)
     assert isinstance(as_service_error(asyncio.CancelledError()), errors.Draining)

@@ -240,16 +240,6 @@ async def test_a_location_names_the_rows(host_only: EmbeddingStore) -> None:
     assert host_only.max_announced_bytes("device") == 0
 
 
-async def test_clips_with_timestamps_have_a_location_and_no_listing(host_only: EmbeddingStore) -> None:
-    reservation = host_only.reserve("", expected(1, clip=ClipFacts((0.5, 1.0))))
-    assert reservation is not None
-    held = host_only.commit(reservation)
-    ((_, arena),) = host_only.arenas()
-    assert len(arena.directory) == 0
-    assert held.announce().generation % 2 == 1
-    held.drop()
-
-
 # -- two tiers -------------------------------------------------------------------------------------------
 
 
