@@ -8,13 +8,11 @@ import weakref
 from collections.abc import Sequence
 
 import pytest
-import torch
 
 from encoder_service.checkpoints.synthetic import FAMILIES, make_checkpoint
 from lm_adapter.engines.hf import RemoteItem, RemoteVisionLM, load_language_model
 from lm_adapter.errors import InvalidRequest
-from lm_adapter.items import Grid, Modality
-from lm_adapter.types import EncodedRows
+from lm_adapter.items import Modality
 from tests.parity.full_model import VISION_END, VISION_START, FullModel, Picture
 from tests.parity.tower_cases import assert_close
 
@@ -130,29 +128,6 @@ def test_p04_prefill_in_chunks_of_any_size_equals_prefill_in_one_and_decodes_by_
         assert_close(what, found.prompt_logits_NV[0], whole.prompt_logits_NV[0], RELATIVE)
         assert found.deltas == whole.deltas
         assert_close(f"{what} decode", pair.remote.decode(found, [token])[0], after, RELATIVE)
-
-
-def test_results_of_the_client_are_items(pair: Pair) -> None:
-    """float32 results give the very logits of the tensor they came from; bfloat16 ones widen exactly."""
-    (picture,) = pictures_for(pair, "one")
-    ids = pair.prompt(9, [picture])
-    item = pair.full.item(picture)
-    assert item.num_deepstack_levels is not None
-    for dtype in ("float32", "bfloat16"):
-        rows = item.rows.to(getattr(torch, dtype)).contiguous()
-        encoded = EncodedRows(
-            key=bytes(32),
-            content_digest=bytes(32),
-            grid_thw=Grid(*picture.grid),
-            num_rows=rows.shape[0],
-            width=rows.shape[1],
-            dtype=dtype,
-            num_deepstack_levels=item.num_deepstack_levels,
-            payload=rows.view(torch.uint8).flatten().numpy(),
-        )
-        direct = RemoteItem(picture.grid, rows.float())
-        found = pair.remote.prefill([ids], [[RemoteItem.from_encoded(encoded)]]).logits_BV
-        assert torch.equal(found, pair.remote.prefill([ids], [[direct]]).logits_BV)
 
 
 def test_p24_rows_are_not_held_after_the_prefill(pair: Pair) -> None:
