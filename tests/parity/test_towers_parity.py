@@ -187,21 +187,3 @@ def test_bfloat16_stays_near_float32(
     assert figures.relative < BFLOAT16_RELATIVE
     # Sums kept in float32 leave us no further from the truth than the reference is.
     assert figures.relative < 1.2 * reference_figures.relative
-
-
-@pytest.mark.parametrize("variant", ["qwen3_vl-2b", "qwen3_5-tiny", "kimi_k25-72"])
-def test_p31_an_item_has_the_same_rows_alone_and_in_any_batch(
-    pair_of: Callable[[str], Pair], variant: str
-) -> None:
-    tower = pair_of(variant).tower
-    grids, seed = BATCHES["mixed_frames"], fresh_seed()
-    items = random_pixels(tower, grids, seed).split([grid.num_patches for grid in grids])
-    alone = [run_tower(tower, pixels, [grid]) for pixels, grid in zip(items, grids, strict=True)]
-
-    for order in ([0, 1, 2, 3, 4], [4, 2, 0, 3, 1], [1, 1, 3]):
-        batch = run_tower(
-            tower, torch.cat([items[index] for index in order]), [grids[index] for index in order]
-        )
-        for index, rows in zip(order, batch.split([len(alone[index]) for index in order]), strict=True):
-            figures = errors(rows, alone[index])
-            assert figures.relative < 2e-6, f"item {index} in order {order}: {figures}"

@@ -15,7 +15,7 @@ from bench.harness.reference import import_reference
 from encoder_service import startup
 from encoder_service.checkpoints.synthetic import FAMILIES, make_checkpoint
 from encoder_service.rpc import convert
-from lm_adapter import ClipItem, FramesItem, PreprocessOptions, VisionEncoderClient
+from lm_adapter import ClipItem, PreprocessOptions, VisionEncoderClient
 from lm_adapter.engines.hf import RemoteItem, load_language_model
 from lm_adapter.items import Grid, Modality
 from lm_adapter.prefill.clip_texts import kimi_chunk_texts, qwen_frame_texts
@@ -91,21 +91,6 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def clip_of(served: Served, num_frames: int | None = None) -> bytes:
     frames = clip_files.moving(num_frames or random.randint(30, 60), 64, 96)
     return clip_files.encode(frames, "h264.mp4", fps=FPS, key_every=7)
-
-
-def test_frames_give_the_rows_of_their_file(served: Served) -> None:
-    data = clip_of(served)
-    frames = clip_files.decoded(data)
-    with VisionEncoderClient(served.service.target) as client:
-        of_file = client.encode_one(ClipItem(data))
-        of_array = client.encode_one(FramesItem(frames, fps=float(FPS)))
-        indices = [round(at_s * FPS) for at_s in of_file.timestamps_s]
-        of_sampled = client.encode_one(FramesItem(frames[indices], timestamps_s=of_file.timestamps_s))
-    for other in (of_array, of_sampled):
-        assert_close(served.family, other.torch(), of_file.torch(), RELATIVE)
-        assert other.timestamps_s == of_file.timestamps_s
-        assert other.chunk_grids == of_file.chunk_grids
-        assert other.key != of_file.key
 
 
 def prompt_of(served: Served, rows: EncodedRows, metadata: Any) -> list[int]:

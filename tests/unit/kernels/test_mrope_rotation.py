@@ -8,7 +8,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lm_adapter.prefill.kernels import rotate
 from lm_adapter.prefill.rotary import MRopeLayout, RotaryTable, apply_mrope
 from tests.unit.kernels.references import assert_near, randn
 
@@ -73,44 +72,3 @@ def test_rotation_follows_its_definition(
     rest = slice(layout.rotary_dim, None)
     assert torch.equal(held_q[..., rest].cpu(), q[..., rest])
     assert torch.equal(held_k[..., rest].cpu(), k[..., rest])
-
-
-@pytest.mark.parametrize("backend", ["torch", "triton"])
-def test_parts_of_one_projection_and_positions_of_any_stride(
-    backend: str, device: torch.device, generator: torch.Generator
-) -> None:
-    """q and k as views of a packed projection [T, q | k | v], v untouched; int32 positions, transposed."""
-    layout = MRopeLayout((4, 2, 2), interleaved=True)
-    projection = randn(generator, 5, (4 + 2 + 2) * 16)
-    held = projection.to(device, copy=True)
-    heads = held.view(5, 8, 16)
-    positions = torch.randint(MAX_POSITIONS, (5, 3), generator=generator, dtype=torch.int32)
-    table = table_of(layout, device)
-    apply_mrope(heads[:, :4], heads[:, 4:6], positions.to(device).T, table, backend=backend)  # type: ignore[arg-type]
-    expected = projection.view(5, 8, 16)
-    assert_near(heads[:, :6], expected_rotation(expected[:, :6], positions.T, table))
-    assert torch.equal(heads[:, 6:].cpu(), expected[:, 6:])
-
-
-@pytest.mark.gpu
-def test_on_a_gpu_auto_takes_the_kernel_and_a_graph_captures_it(
-    device: torch.device, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    launches = []
-    plain = rotate.rotate_qk_
-    monkeypatch.setattr(rotate, "rotate_qk_", lambda *args: (launches.append(1), plain(*args))[1])
-    layout = MRopeLayout((24, 20, 20), interleaved=True)
-    table = table_of(layout, device)
-    q, k = randn(generator, 9, 32, 128).to(device), randn(generator, 9, 8, 128).to(device)
-    positions = torch.randint(MAX_POSITIONS, (3, 9), generator=generator).to(device)
-    apply_mrope(q.clone(), k.clone(), positions, table)
-    assert launches == [1]
-    static_q, static_k = q.clone(), k.clone()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        apply_mrope(static_q, static_k, positions, table)
-    static_q.copy_(q)
-    static_k.copy_(k)
-    graph.replay()
-    assert_near(static_q, expected_rotation(q.cpu(), positions.cpu(), table))
-    assert_near(static_k, expected_rotation(k.cpu(), positions.cpu(), table))
