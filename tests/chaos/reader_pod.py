@@ -27,13 +27,7 @@ from unittest import mock
 import torch
 
 import lm_adapter.resident as resident_module
-from lm_adapter import (
-    AsyncVisionEncoderClient,
-    EncodedRows,
-    EncoderError,
-    ImageItem,
-    VisionEncoderClient,
-)
+from lm_adapter import AsyncVisionEncoderClient, EncodedRows, EncoderError, ImageItem, VisionEncoderClient
 from lm_adapter.calls import Server
 from lm_adapter.shm.reader import MappedArena
 from tests.integration.images import photo

@@ -15,13 +15,7 @@ from encoder_service.checkpoints.synthetic import config_for
 from encoder_service.engine.fast_path import build_graph_runner
 from encoder_service.engine.graphs import CaptureRecord, GraphRunner, filling_grids
 from encoder_service.errors import ConfigurationError, NotReady
-from encoder_service.scheduler.buckets import (
-    MIN_SLOTS,
-    Bucket,
-    BucketLadder,
-    default_ladder,
-    ladder_of_sizes,
-)
+from encoder_service.scheduler.buckets import MIN_SLOTS, Bucket, BucketLadder, default_ladder, ladder_of_sizes
 from encoder_service.towers.attention import AttentionBackend, SdpaAttention, available_backends
 from encoder_service.towers.fused import FusedTower
 from encoder_service.towers.registry import parse_config

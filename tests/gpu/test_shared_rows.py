@@ -14,16 +14,7 @@ import pytest
 import torch
 
 from encoder_service.checkpoints.synthetic import make_checkpoint
-from tests.chaos.two_pods import (
-    MIB,
-    UNMAP_S,
-    Setup,
-    Site,
-    Storm,
-    TwoPods,
-    check_late_readers,
-    running_site,
-)
+from tests.chaos.two_pods import MIB, UNMAP_S, Setup, Site, Storm, TwoPods, check_late_readers, running_site
 
 pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings", exc_type=ImportError)
 # Each encoder and each reader has a CUDA context of its own, and one test looks at the device's free memory.

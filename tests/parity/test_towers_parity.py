@@ -162,9 +162,7 @@ def test_p01_rows_equal_the_reference(pair_of: Callable[[str], Pair], variant: s
     # A small level must not hide behind a large one.
     for level, (part, expected_part) in enumerate(
         zip(
-            found.split(pair.tower.out_width, dim=1),
-            expected.split(pair.tower.out_width, dim=1),
-            strict=True,
+            found.split(pair.tower.out_width, dim=1), expected.split(pair.tower.out_width, dim=1), strict=True
         )
     ):
         assert errors(part, expected_part).relative < FLOAT32_RELATIVE, f"level {level}"

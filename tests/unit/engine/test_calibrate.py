@@ -11,13 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from encoder_service.engine.calibrate import (
-    MAX_ROUNDS,
-    MIN_ROUNDS,
-    calibrate,
-    calibration_batches,
-    grid_of,
-)
+from encoder_service.engine.calibrate import MAX_ROUNDS, MIN_ROUNDS, calibrate, calibration_batches, grid_of
 from encoder_service.engine.graphs import GraphRunner, StagedInputs
 from encoder_service.engine.streams import InlineEvent, InlineStream, Streams
 from encoder_service.scheduler.buckets import Bucket, BucketLadder, default_ladder, ladder_of_sizes

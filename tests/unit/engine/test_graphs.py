@@ -136,12 +136,7 @@ def test_p27_capture_needs_a_gpu() -> None:
 
 
 @settings(deadline=None)
-@given(
-    st.integers(1, 4),
-    st.integers(1, 600),
-    st.integers(1, 40),
-    st.integers(1, 3000),
-)
+@given(st.integers(1, 4), st.integers(1, 600), st.integers(1, 40), st.integers(1, 3000))
 def test_the_filling_batch_fits_its_bucket(merge: int, merges: int, slots: int, bound: int) -> None:
     unit = merge * merge
     bucket = Bucket(merges * unit, slots, max(unit, min(bound, merges * unit)))

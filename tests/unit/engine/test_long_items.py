@@ -44,8 +44,7 @@ def kimi(tmp_path_factory: pytest.TempPathFactory) -> tuple[Preprocessor, Bucket
 
 
 @pytest.mark.parametrize(
-    ("height", "width"),
-    [(480, 854), (1080, 1920), (1920, 1080), (2160, 3840), (153, 6761)],
+    ("height", "width"), [(480, 854), (1080, 1920), (1920, 1080), (2160, 3840), (153, 6761)]
 )
 def test_a_full_chunk_at_the_default_settings_has_a_bucket(
     height: int, width: int, kimi: tuple[Preprocessor, BucketLadder]

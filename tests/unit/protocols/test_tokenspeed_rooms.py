@@ -278,12 +278,7 @@ async def test_p46_ranks_that_wait_for_items_have_a_share_for_each_host(
 
 @pytest.mark.parametrize(
     "changed",
-    [
-        {"host": "192.0.3.1"},
-        {"session": "192.0.3.1:5000"},
-        {"session": b"\xff\xff:5"},
-        {"session": PEER},
-    ],
+    [{"host": "192.0.3.1"}, {"session": "192.0.3.1:5000"}, {"session": b"\xff\xff:5"}, {"session": PEER}],
     ids=str,
 )
 async def test_p46_rows_do_not_go_to_a_host_that_a_message_names(rig: Rig, changed: dict[str, Any]) -> None:

@@ -18,13 +18,7 @@ from encoder_service.pipeline import EncodeResult
 from encoder_service.rpc import convert
 from encoder_service.store.arena import TierName
 from encoder_service.store.embedding_store import Location, PinnedRows
-from encoder_service.types import (
-    CacheTier,
-    ClipFacts,
-    EncodedItem,
-    Grid,
-    StageTimings,
-)
+from encoder_service.types import CacheTier, ClipFacts, EncodedItem, Grid, StageTimings
 from vision_encoder.v1 import encoder_pb2 as pb
 
 
@@ -101,11 +95,7 @@ def tensor(**fields: object) -> pb.Item:
             InvalidRequest,
             "4 timestamps for 1 frames",
         ),
-        (
-            tensor(dtype=pb.DTYPE_FLOAT32, shape=[2**40, 2**40], data=b"1"),
-            PixelTensorMismatch,
-            "has 1 bytes",
-        ),
+        (tensor(dtype=pb.DTYPE_FLOAT32, shape=[2**40, 2**40], data=b"1"), PixelTensorMismatch, "has 1 bytes"),
     ],
 )
 def test_what_has_no_meaning_is_refused_by_name(message: pb.Item, error: type[Exception], text: str) -> None:

@@ -25,8 +25,7 @@ def test_patches_and_later_bytes_are_refused_separately_and_held_until_release()
     second.add_bytes(10)
     for take in (second.add_bytes, admission.acquire):
         with pytest.raises(
-            QueueFull,
-            match="holds 20 content bytes of 100, the item needs 81, 80 are left to this caller",
+            QueueFull, match="holds 20 content bytes of 100, the item needs 81, 80 are left to this caller"
         ) as caught:
             take(81)
         assert caught.value.retryable

@@ -26,13 +26,7 @@ buckets = st.builds(
     st.integers(1, 1200),
     st.integers(1, 4),
 )
-costs = st.builds(
-    CostModel,
-    st.floats(0, 2000),
-    st.floats(0, 5),
-    st.floats(0, 1e-3),
-    st.floats(0, 1e-2),
-)
+costs = st.builds(CostModel, st.floats(0, 2000), st.floats(0, 5), st.floats(0, 1e-3), st.floats(0, 1e-2))
 
 
 def launch_of(num_patches: int, num_sequences: int, max_seqlen: int, num_frames: int = 1) -> Launch:

@@ -21,15 +21,7 @@ from encoder_service.ingest.video.clip import Clip
 from encoder_service.ingest.video.source import ClipLimits
 from encoder_service.store.arena import PROBE_BYTES
 from encoder_service.store.embedding_store import EmbeddingStore, Partition
-from encoder_service.types import (
-    CacheTier,
-    ClipFacts,
-    FrameArray,
-    FrameItem,
-    Grid,
-    Item,
-    Modality,
-)
+from encoder_service.types import CacheTier, ClipFacts, FrameArray, FrameItem, Grid, Item, Modality
 from tests.fakes import FakePreprocessor
 from tests.unit.service.rig import Rig, check_released, image, memory_store, num_slots, running, until
 from tests.unit.store.arenas import device_arena, host_arena
