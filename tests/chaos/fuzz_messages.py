@@ -109,7 +109,7 @@ def tensor_item(rng: random.Random) -> pb.Item:
     values = np.random.default_rng(rng.getrandbits(32)).standard_normal(shape, dtype=np.float32)
     with np.errstate(over="ignore"):
         values[rng.randrange(shape[0]), rng.randrange(shape[1])] = rng.choice(FLOATS)
-        kinds = {
+        kinds: dict[Any, np.ndarray] = {
             pb.DTYPE_FLOAT32: values,
             pb.DTYPE_FLOAT16: values.astype(np.float16),
             pb.DTYPE_BFLOAT16: values.view(np.uint16)[:, 1::2],  # the upper halves

@@ -228,6 +228,7 @@ async def test_callers_that_leave_or_miss_their_deadline_hold_nothing() -> None:
     left.cancel()
     with pytest.raises(DeadlineExceeded, match=r"within 0\.05 s"):
         await late
+    await asyncio.wait([left])
     assert rig.arrivals.num_bytes == 0
     await asyncio.sleep(0.05)  # a check that had begun may still run
     num_checks = rig.kernel.num_checks

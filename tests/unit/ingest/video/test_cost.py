@@ -46,22 +46,23 @@ def test_a_clip_that_takes_more_pixels_is_refused_before_they_are_decoded(kind: 
 
 
 @pytest.mark.parametrize(
-    ("kind", "indices", "least", "most"),
+    ("kind", "width", "every", "indices", "counted"),
     [
-        ("h264.mp4", [0, 155, 290], 3, 20),  # frames that are skipped by seeking do not count
-        ("refreshed.mp4", [140], 100, 400),  # reading from the beginning after all, where a start fails, does
+        ("h264.mp4", 64, 10, [0, 55, 110], 1 + 6 + 1),  # what is skipped by seeking does not count
+        # Of a file whose marks are none to start at, 6 are planned, and all are read from the beginning.
+        ("refreshed.mp4", 128, 60, [125], 6 + 126),
     ],
 )
-def test_what_is_decoded_counts(kind: str, indices: list[int], least: int, most: int) -> None:
-    every = 10 if kind == "h264.mp4" else 60
-    data = clip_files.encode(clip_files.moving(300), kind, key_every=every, b_frames=0)
-    clip = opened(data, within(most))
-    assert len(list(clip.frames(indices))) == len(indices)
-    clip.close()
-    clip = opened(data, within(least, less=1))
-    with pytest.raises(ClipTooLarge, match=r"takes \d+ frames"):
-        list(clip.frames(indices))
-    clip.close()
+def test_what_is_decoded_counts(kind: str, width: int, every: int, indices: list[int], counted: int) -> None:
+    data = clip_files.encode(clip_files.moving(140, 48, width), kind, key_every=every, b_frames=0)
+    for less in (0, 1):
+        clip = opened(data, ClipLimits(max_decoded_pixels=counted * 48 * width - less))
+        if less:
+            with pytest.raises(ClipTooLarge, match=f"takes {counted} frames"):
+                list(clip.frames(indices))
+        else:
+            assert len(list(clip.frames(indices))) == len(indices)
+        clip.close()
 
 
 def test_frames_between_that_are_larger_than_counted_fail_the_clip() -> None:

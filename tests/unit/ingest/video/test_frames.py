@@ -12,19 +12,11 @@ import pytest
 from encoder_service.ingest.video.clip import open_source
 from encoder_service.ingest.video.source import ClipLimits
 from tests.unit.ingest import clip_files
-from tests.unit.ingest.clip_files import cut, encode, moving, trimmed
+from tests.unit.ingest.clip_files import encode, moving, trimmed
 
 # A rate that varies: the average counts, as for the reference.
 PTS_MS = [0, 40, 50, 400, 420, 900, 1000, 1600, 1610, 1620, 2500, 2900]
 TRIMS = ((0, 12), (3, 27), (7, 20), (10, 20), (13, 10), (25, 5))
-
-
-def camera(kind: str) -> bytes:
-    """Names that are no UTF-8: cameras write them in their own encoding."""
-    data = encode(moving(10), kind)
-    for name in (b"VideoHandler", b"Lavf", b"Lavc"):
-        data = data.replace(name, b"Cam\xe9ra"[: len(name)].ljust(len(name), b"\xff"))
-    return data
 
 
 # How a clip is written, its frames and its frames a second.
@@ -32,9 +24,6 @@ CLIPS: dict[str, tuple[Callable[[], bytes], int, float]] = {
     "sound beside the pictures": (lambda: encode(moving(15), audio=True), 15, 30),
     # Matroska counts milliseconds, so that frames of a faster clip share their times.
     "a fast clip": (lambda: encode(moving(45), "vp9.webm", fps=5000, key_every=10), 45, 5000),
-    # A key frame may be missing at the start, and a codec without reordering begins at the next.
-    "VP8 without its start": (lambda: cut(encode(moving(30), "vp8.webm", key_every=10), 3, "webm"), 20, 30),
-    "VP9 without its start": (lambda: cut(encode(moving(30), "vp9.webm", key_every=10), 3, "webm"), 20, 30),
     # The first frame shown is one that cannot be started at.
     "trimmed before it is whole": (lambda: trimmed(13, 10, "refreshed.mp4", 0), 10, 30),
 }
@@ -44,7 +33,6 @@ for kind in clip_files.KINDS:
         CLIPS[f"{kind}, {every}"] = written, 35, 20
 for kind in ("h264.mp4", "h264.mkv"):
     CLIPS[f"variable, {kind}"] = partial(encode, moving(12), kind, pts=PTS_MS, fps=25), 12, 12 / 3
-    CLIPS[f"no UTF-8, {kind}"] = partial(camera, kind), 10, 30
 for kind in ("open.mp4", "open.mkv"):
     CLIPS[kind] = partial(encode, moving(60), kind, key_every=9), 60, 30
 for kind in ("refreshed.mp4", "refreshed.mkv"):

@@ -36,3 +36,13 @@ def test_times_that_do_not_tell_the_order_are_refused() -> None:
     offsets = [offset + 1 for offset, _ in clip_files.packets(data)]
     with pytest.raises(UndecodableClip, match="vp9 frames do not tell their order"):
         open_source(data[: offsets[13]] + bytes([0, 250]) + data[offsets[13] + 2 :], LIMITS)
+
+
+@pytest.mark.parametrize("kind", ["h264.mp4", "h264.mkv"])
+def test_a_file_whose_names_are_no_utf_8_is_read(kind: str) -> None:
+    """Cameras write them in their own encoding; nobody here reads them."""
+    data = clip_files.encode(clip_files.moving(10), kind)
+    expected = clip_files.decoded(data)
+    for name in (b"VideoHandler", b"Lavf", b"Lavc"):
+        data = data.replace(name, b"Cam\xe9ra"[: len(name)].ljust(len(name), b"\xff"))
+    assert np.array_equal(frames_of(data, None, LIMITS), expected)
