@@ -17,6 +17,7 @@ from bench.harness.waiting import wait_until
 from encoder_service.config import parse_settings
 from encoder_service.errors import ConfigurationError, PermissionDenied, Unauthenticated
 from encoder_service.ops import reloaded
+from encoder_service.ops.reloaded import MAX_FILE_BYTES, read
 from encoder_service.ops.tokens import NamespaceTokens
 from encoder_service.rpc.auth import bearer_token, check_caller, check_namespace
 from encoder_service.rpc.server import is_reachable, open_tokens
@@ -259,3 +260,11 @@ def test_which_addresses_other_hosts_reach() -> None:
     assert [is_reachable(address) for address in ("0.0.0.0:1", "[::]:1", "encoder:1", "10.0.0.1:1")] == [
         True
     ] * 4
+
+
+def test_p17_a_file_above_the_limit_is_refused(file: Path) -> None:
+    file.write_bytes(bytes(MAX_FILE_BYTES))
+    assert len(read(file)) == MAX_FILE_BYTES
+    file.write_bytes(bytes(MAX_FILE_BYTES + 1))
+    with pytest.raises(ConfigurationError, match=f"more than {MAX_FILE_BYTES} bytes"):
+        read(file)
