@@ -201,7 +201,8 @@ def gateway_command(
 
 
 def settings_of(objects: Sequence[Object], monkeypatch: pytest.MonkeyPatch) -> Settings:
-    """By the service's own parser, which refuses unknown names."""
+    """By the service's own parser, which refuses unknown names. The images start without a broker."""
+    monkeypatch.setenv("VE_BROKER_PATH", "")
     for name, value in environment_of(objects).items():
         monkeypatch.setenv(name, value)
     return parse_settings()
