@@ -27,17 +27,10 @@ from unittest import mock
 import torch
 
 import lm_adapter.resident as resident_module
-from lm_adapter import (
-    AsyncVisionEncoderClient,
-    EncodedRows,
-    EncoderError,
-    ImageItem,
-    VisionEncoderClient,
-)
+from lm_adapter import AsyncVisionEncoderClient, EncodedRows, EncoderError, ImageItem, VisionEncoderClient
 from lm_adapter.calls import Server
 from lm_adapter.shm.reader import MappedArena
 from tests.integration.images import photo
-from tests.unit.lm_adapter.connector_rig import Engine, Image, engine_config
 
 PATIENCE_S = 30.0
 # One rounding to bfloat16 is 0.2 %; another process may batch, and so sum, in another order.
@@ -223,45 +216,6 @@ class ReaderPod:
         while is_mapped() and time.monotonic() < ends_s:
             time.sleep(0.002)
         return {"mapped": is_mapped(), "time_s": time.monotonic()}
-
-    def engine(self, config: str, num_ranks: int, images: list[list[int]]) -> dict[str, Any]:
-        """As a vLLM engine in this process, without vLLM: its ranks read rows until they come from shared
-        memory, then those of the other images, and the encoder caches are filled with them."""
-        items = [item_of(image) for image in images]
-        inline = [one for one in self.inline.encode(items) if isinstance(one, EncodedRows)]
-        chosen = [Image(bytes(item.data), one.grid_thw) for item, one in zip(items, inline, strict=True)]
-        expected = {one.identifier: rows.torch() for one, rows in zip(chosen, inline, strict=True)}
-        engine = Engine(
-            engine_config(
-                self.target,
-                num_ranks=num_ranks,
-                hf_config=json.loads(Path(config).read_text()),
-                dtype=inline[0].dtype,
-                device=self.device,
-                transports=list(self.transports),
-            )
-        )
-        try:
-            self._load(engine, chosen[:1])
-            time.sleep(1)  # the ranks' clients attach in the background
-            self._load(engine, chosen[1:])
-            time.sleep(0.5)  # reads are reported ten times a second
-            transports = {reader.transport for reader in engine.readers}
-        finally:
-            engine.close()
-        read = [(name, rows) for cache in engine.caches for name, rows in cache.items()]
-        return {
-            "equal": sum(torch.equal(rows.cpu(), expected[name]) for name, rows in read),
-            "on_device": sum(rows.device == self.device for _, rows in read),
-            "transports": sorted(transports),
-        }
-
-    def _load(self, engine: Engine, images: list[Image]) -> None:
-        """One request's rows into the encoder caches."""
-        request = engine.request(*images)
-        engine.fetch(request)
-        engine.load(engine.schedule(request))
-        engine.finish(request)
 
 
 RESULTS = ("wrong", "right", "without_request", "most_requests")

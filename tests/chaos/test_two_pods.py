@@ -49,10 +49,3 @@ def test_p21_late_readers(checkpoint: Path) -> None:
             Storm(8, 0.2, 1, side=320, factor=4),
         )
         reader.close()
-
-
-@pytest.mark.extended
-def test_p21_32_readers_up_to_two_seconds_late(checkpoint: Path) -> None:
-    settings: dict[str, object] = {"arena_bytes": 4 * MIB, "max_patches_per_batch": 4}
-    with running_site(Setup("host", checkpoint, settings=settings, num_readers=1)) as site:
-        check_late_readers("host", site.reader.ask, site.encoder.figure, Storm(32, 2, 20))

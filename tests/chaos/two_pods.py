@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from bench.harness.pods import EncoderPod, Pod, can_isolate
+from bench.harness.pods import EncoderPod, Pod
 from bench.harness.waiting import wait_until
 from tests.chaos.reader_pod import RELATIVE
 from tests.unit.transport.broker_rig import socket_folder
@@ -92,11 +92,6 @@ class TwoPods:
 
     num_images = 24
 
-    def test_readers_have_namespaces_of_their_own(self, site: Site) -> None:
-        if not can_isolate():
-            pytest.skip("new PID and IPC namespaces are not permitted here")
-        assert all(reader.ask("state")["pid"] < 10 for reader in site.readers)
-
     @pytest.mark.parametrize("concurrency", [1, 8])
     def test_p20_p25_rows_at_a_place_and_in_the_directory_are_equal_to_inline(
         self, site: Site, concurrency: int
@@ -120,25 +115,6 @@ class TwoPods:
         )
         assert encoder.figure("ve_reads_lost_total") == 0
 
-    def test_every_rank_reads_for_itself(self, site: Site) -> None:
-        (image,) = images(1)
-        for reader in site.readers:
-            reader.send("compare", images=[image] * 4, concurrency=4)
-        for reader in site.readers:
-            found = reader.answer()
-            assert (found["equal"], found["here"]) == (4, 4), found
-
-    @pytest.mark.parametrize("num_ranks", [1, 2])
-    def test_p20_p39_vllms_ranks_fill_the_encoder_cache_from_shared_memory(
-        self, site: Site, num_ranks: int
-    ) -> None:
-        chosen, touched = images(9), site.encoder.figure("ve_directory_reads_total")
-        config = str(site.setup.checkpoint / "config.json")
-        found = site.reader.ask("engine", config=config, num_ranks=num_ranks, images=chosen)
-        count = len(chosen) * num_ranks
-        assert found == {"equal": count, "on_device": count, "transports": [site.setup.kind]}, found
-        wait_until(lambda: site.encoder.figure("ve_directory_reads_total") > touched, "the Touch calls")
-
     def test_p21_a_killed_reader_leaves_nothing_behind(self, site: Site) -> None:
         known = images(6)
         connections = site.encoder.figure("ve_broker_connections")
@@ -156,23 +132,6 @@ class TwoPods:
         )
         found = site.reader.ask("compare", images=known, concurrency=2)
         assert (found["equal"], found["here"]) == (6, 6), found
-
-    def test_p23_without_the_broker_rows_come_inline(self, site: Site) -> None:
-        """A reader that starts while the socket is away, until it is back."""
-        aside = site.encoder.broker_path.with_suffix(".aside")
-        (image,) = images(1)
-        site.encoder.broker_path.rename(aside)
-        reader = site.new_reader(site.setup.kind, site.setup.reader_gpus[0])
-        try:
-            away = reader.ask("until", transport="inline", image=image)
-            assert away == {"transport": "inline", "reasons": {}}, away
-        finally:
-            aside.rename(site.encoder.broker_path)
-        try:
-            back = reader.ask("until", transport=site.setup.kind, image=image)
-            assert back == {"transport": site.setup.kind, "reasons": {}}, back
-        finally:
-            reader.kill()
 
     def test_p23_a_reader_without_a_gpu_is_served_too(self, site: Site) -> None:
         reader = site.new_reader("any", "")

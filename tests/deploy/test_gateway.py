@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -19,7 +17,6 @@ from tests.deploy.chart import (
     GATEWAY,
     GATEWAY_CASES,
     NAME,
-    ROOT,
     Object,
     container_of,
     files_of,
@@ -64,34 +61,6 @@ def test_envoy_takes_the_configuration(case: str, tmp_path: Path) -> None:
     )
     assert ended.returncode == 0, ended.stderr
     assert "warning" not in ended.stderr, ended.stderr
-
-
-def test_tls_is_the_only_difference_of_the_two_configurations() -> None:
-    folder = ROOT / "deploy" / "envoy"
-    plain, tls = (yaml.safe_load((folder / name).read_text()) for name in ("gateway.yaml", "tls.yaml"))
-    sockets = remove_key(tls, "transport_socket")
-    assert [socket["name"] for socket in sockets] == ["envoy.transport_sockets.tls"] * 2
-    assert tls == plain
-
-
-def remove_key(tree: Any, key: str) -> list[Any]:
-    """What stood under that key, anywhere."""
-    children = list(tree.values()) if isinstance(tree, dict) else tree if isinstance(tree, list) else []
-    found = [tree.pop(key)] if isinstance(tree, dict) and key in tree else []
-    return found + [each for child in children for each in remove_key(child, key)]
-
-
-def test_the_configuration_is_deploy_envoys_but_for_the_releases_lines() -> None:
-    objects = render(
-        {"gateway": {"enabled": True, "maxHeapBytes": "1000000000"}}, release="other", namespace="n"
-    )
-    lines = named(objects, "ConfigMap", "other-gateway")["data"]["gateway.yaml"].splitlines()
-    source = (ROOT / "deploy" / "envoy" / "gateway.yaml").read_text().splitlines()
-    added = [line[2:].strip() for line in difflib.ndiff(source, lines) if line.startswith("+")]
-    assert added == [
-        "socket_address: {address: other.n.svc, port_value: 50051}  # address",
-        "max_heap_size_bytes: 1000000000",
-    ]
 
 
 def test_a_packaged_chart_renders_what_the_folder_renders(tmp_path: Path) -> None:

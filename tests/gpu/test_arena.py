@@ -1,26 +1,22 @@
-"""The arena on a GPU, mapped by processes that share nothing with it but the broker's socket."""
+"""The arena on a GPU and its mappings in this process; those of other processes: test_shared_rows."""
 
 from __future__ import annotations
 
 import gc
 import hashlib
-import json
 import os
-import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
 
-from bench.harness.pods import START_S, Pod, can_isolate
 from encoder_service.store.arena import Arena, Slot
 from encoder_service.store.cuda_memory import CudaMemory, device_uuid
 from encoder_service.store.host_memory import HostMemory
 from lm_adapter.shm import mapping
 from lm_adapter.shm.device import DeviceMemory
 from tests.unit.store.integrity import check_arena
-from tests.unit.transport.broker_rig import running_broker, socket_folder
 
 pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings", exc_type=ImportError)
 pytestmark = pytest.mark.gpu
@@ -50,15 +46,6 @@ def filled(arena: Arena, num_bytes: int) -> tuple[Slot, str]:
     return slot, hashlib.sha256(bytes(rows.numpy())).hexdigest()
 
 
-def location_of(arena: Arena, slot: Slot) -> dict[str, int]:
-    return {
-        "slot_index": slot.index,
-        "generation": arena.generation(slot),
-        "offset_bytes": slot.offset_bytes,
-        "num_bytes": slot.num_bytes,
-    }
-
-
 def map_device(arena: Arena, device: torch.device) -> DeviceMemory:
     """The arena through its descriptor, in this process."""
     descriptors = arena.export_all()
@@ -71,26 +58,6 @@ def map_device(arena: Arena, device: torch.device) -> DeviceMemory:
 
 def sha256(tensor: torch.Tensor) -> str:
     return hashlib.sha256(bytes(tensor.cpu().numpy())).hexdigest()
-
-
-@pytest.fixture
-def reader_of() -> Iterator[Callable[[Arena], Pod]]:
-    """Starts a process that maps an arena, with another GPU than the arena's where there are others."""
-    with ExitStack() as stack:
-
-        def start(arena: Arena) -> Pod:
-            path = str(stack.enter_context(socket_folder()) / "broker.sock")
-            stack.enter_context(running_broker((None, arena), path=path))
-            visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-            names = visible.split(",") if visible else list(map(str, range(torch.cuda.device_count())))
-            pod = Pod(names[-1], "tests.gpu.arena_reader", path)
-            stack.callback(pod.kill)
-            state = json.loads(pod.line(START_S))
-            assert state["num_devices"] == 1
-            assert not can_isolate() or state["pid"] < 10, "a process has its own PID namespace"
-            return pod
-
-        yield start
 
 
 @pytest.mark.whole_device
@@ -144,41 +111,6 @@ def test_p23_the_same_process_maps_it_too_on_every_gpu() -> None:
             assert rows.device == torch.device("cuda", index)
             assert sha256(rows) == digest
             mapped.unmap()
-
-
-def test_a_reader_cannot_write(reader_of: Callable[[Arena], Pod]) -> None:
-    with arena_of() as arena:
-        slot, digest = filled(arena, 4 << 20)
-        reader = reader_of(arena)
-        refused = reader.ask("write", offset_bytes=slot.offset_bytes, num_bytes=slot.num_bytes)
-        assert refused["status"] != 0
-        assert refused["graph"], "a refused write leaves the reader's context in order"
-        assert reader.ask("read", **location_of(arena, slot))["digest"] == digest
-
-
-def test_p21_no_torn_copy_is_taken_while_a_slot_is_rewritten(reader_of: Callable[[Arena], Pod]) -> None:
-    num_bytes = 32 << 20
-    with arena_of(max_slots=1) as arena:
-        slot = arena.allocate(num_bytes)
-        assert slot is not None
-        reader = reader_of(arena)
-        reader.send("race", slot_index=slot.index, offset_bytes=slot.offset_bytes, num_bytes=slot.num_bytes)
-        ends_s, content = time.monotonic() + 3, 0
-        while time.monotonic() < ends_s:
-            content += 1
-            for quarter in arena.view(slot, (4, num_bytes // 4), torch.uint8):
-                quarter.fill_(content % 256)
-                torch.cuda.synchronize()
-                time.sleep(0.0001)
-            arena.publish(slot)
-            time.sleep(0.004 * (content % 2))
-            arena.drop(slot)
-            slot = arena.allocate(num_bytes)
-            assert slot is not None
-        arena.close()
-        seen = reader.answer()
-    assert seen["wrong"] == 0, seen
-    assert min(seen["whole"], seen["lost"]) > 0, seen
 
 
 def test_pinned_host_memory_feeds_the_gpu() -> None:

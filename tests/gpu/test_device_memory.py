@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
 
+from encoder_service.store.cuda_memory import CudaMemory
 from lm_adapter.shm.device import DeviceMemory, relaxed_capture
 
 pytestmark = pytest.mark.gpu
@@ -17,41 +18,18 @@ SIZE_BYTES = 64 << 20
 
 
 class Exported:
-    """A cuMemCreate allocation as the encoder's arena is, filled with bytes that follow from their offset."""
+    """The encoder's memory, filled with bytes that follow from their offset."""
 
     def __init__(self, device: torch.device) -> None:
-        from cuda.bindings import driver
-
-        self._driver = driver
-        properties = driver.CUmemAllocationProp()
-        properties.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
-        properties.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-        properties.location.id = device.index
-        kind = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
-        properties.requestedHandleTypes = kind
-        self._handle = self._call("cuMemCreate", SIZE_BYTES, properties, 0)
-        self.fd = int(self._call("cuMemExportToShareableHandle", self._handle, kind, 0))
-        self._address = self._call("cuMemAddressReserve", SIZE_BYTES, 0, 0, 0)
-        self._call("cuMemMap", self._address, SIZE_BYTES, 0, self._handle, 0)
-        access = driver.CUmemAccessDesc()
-        access.location = properties.location
-        access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-        self._call("cuMemSetAccess", self._address, SIZE_BYTES, [access], 1)
+        self.memory = CudaMemory(SIZE_BYTES, device)
+        self.fd = self.memory.export_fd()
         self.content = (torch.arange(SIZE_BYTES, device=device) * 31 % 251).to(torch.uint8)
+        self.memory.tensor.copy_(self.content)
         torch.cuda.synchronize()
-        self._call("cuMemcpyDtoD", self._address, self.content.data_ptr(), SIZE_BYTES)
-        torch.cuda.synchronize()  # the copy is asynchronous
-
-    def _call(self, name: str, *arguments: Any) -> Any:
-        status, *results = getattr(self._driver, name)(*arguments)
-        assert not int(status), f"{name}: {status}"
-        return results[0] if results else None
 
     def close(self) -> None:
-        self._call("cuMemUnmap", self._address, SIZE_BYTES)
-        self._call("cuMemAddressFree", self._address, SIZE_BYTES)
-        self._call("cuMemRelease", self._handle)
         os.close(self.fd)
+        self.memory.close()
 
 
 @pytest.fixture
@@ -132,24 +110,10 @@ def test_a_mapping_keeps_the_memory_until_it_is_unmapped() -> None:
     content = exported.content[:1000].clone()
     exported.close()
     del exported
+    gc.collect()
     torch.cuda.empty_cache()
     assert torch.equal(memory.copy(0, 1000), content)
     with_mapping = torch.cuda.mem_get_info()[0]
     memory.unmap()
     torch.cuda.empty_cache()
     assert torch.cuda.mem_get_info()[0] >= with_mapping + SIZE_BYTES
-
-
-@pytest.mark.whole_device
-def test_rows_of_32_mib_take_at_most_a_fifth_of_a_millisecond(exported: Exported) -> None:
-    memory = DeviceMemory(exported.fd, SIZE_BYTES, torch.device("cuda"))
-    times_ms = []
-    for _ in range(50):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        memory.copy(0, 32 << 20)
-        end.record()
-        end.synchronize()
-        times_ms.append(start.elapsed_time(end))
-    memory.unmap()
-    assert sorted(times_ms)[25] < 0.2

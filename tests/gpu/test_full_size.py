@@ -20,6 +20,7 @@ from encoder_service.towers.registry import load_tower
 from encoder_service.types import FrameItem, PreprocessOptions
 from lm_adapter import CacheTier, EncodedRows, ImageItem, VisionEncoderClient
 from tests.integration.conftest import FAMILIES, running
+from tests.parity.tower_cases import errors
 from tests.unit.store.integrity import check_store
 
 pytestmark = pytest.mark.gpu
@@ -53,8 +54,7 @@ def files() -> list[bytes]:
 
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    found, expected = found.double().cpu(), expected.double().cpu()
-    return float(torch.linalg.norm(found - expected) / torch.linalg.norm(expected))
+    return errors(found.cpu(), expected.cpu()).relative
 
 
 def test_rows_of_the_service_equal_the_float32_tower_and_the_reference(checkpoint: Path) -> None:

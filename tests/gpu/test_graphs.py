@@ -15,13 +15,7 @@ from encoder_service.checkpoints.synthetic import config_for
 from encoder_service.engine.fast_path import build_graph_runner
 from encoder_service.engine.graphs import CaptureRecord, GraphRunner, filling_grids
 from encoder_service.errors import ConfigurationError, NotReady
-from encoder_service.scheduler.buckets import (
-    MIN_SLOTS,
-    Bucket,
-    BucketLadder,
-    default_ladder,
-    ladder_of_sizes,
-)
+from encoder_service.scheduler.buckets import MIN_SLOTS, Bucket, BucketLadder, default_ladder, ladder_of_sizes
 from encoder_service.towers.attention import AttentionBackend, SdpaAttention, available_backends
 from encoder_service.towers.fused import FusedTower
 from encoder_service.towers.registry import parse_config
@@ -184,15 +178,6 @@ def test_p29_over_the_ladder_runs_eager_and_right(runner: GraphRunner, grids: li
     before = runner.counters.eager_runs, runner.counters.replays.total()
     rows = runner.run(tower.prepare(grids), pixels)
     assert (runner.counters.eager_runs, runner.counters.replays.total()) == (before[0] + 1, before[1])
-    assert relative_error(rows, eager_rows(tower, grids, pixels)) < RELATIVE
-
-
-def test_pixels_from_pinned_memory(runner: GraphRunner) -> None:
-    tower = tower_of(runner)
-    grids = [Grid(1, 14, 10), Grid(1, 4, 4)]
-    pixels = random_pixels(grids, tower)
-    pinned = [one.float().cpu().pin_memory() for one in pixels]
-    rows = runner.run(tower.prepare(grids), pinned)
     assert relative_error(rows, eager_rows(tower, grids, pixels)) < RELATIVE
 
 

@@ -158,42 +158,6 @@ def test_p20_memory_of_rows_is_used_anew_only_after_the_engine_has_read_it(
     engine.finish(second)
 
 
-def test_p24_graphs_of_the_engine_are_undisturbed(service: RunningService, engine: Engine) -> None:
-    """Rows arrive while a graph is captured, as vLLM does when it starts, and between its replays."""
-    chosen, expected = images(service, SIDES * 3)
-    number, doubled = torch.ones(4096, device=CUDA), torch.zeros(4096, device=CUDA)
-    graph = torch.cuda.CUDAGraph()
-    request = engine.request(*chosen)
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        torch.mul(number, 2, out=doubled)
-        engine.fetch(request)
-    engine.load(engine.schedule(request))
-    for value in (3.0, 5.0):
-        number.fill_(value)
-        graph.replay()
-        torch.cuda.synchronize()
-        assert bool((doubled == 2 * value).all())
-    assert_equal(engine.caches[0], expected)
-    engine.finish(request)
-
-
-def test_every_rank_on_a_gpu_reads_for_itself(service: RunningService, checkpoint: Path) -> None:
-    chosen, expected = images(service, SIDES)
-    with new_engine(service, checkpoint, num_ranks=2) as engine:
-        request = engine.request(*chosen)
-        engine.fetch(request)
-        engine.load(engine.schedule(request))
-        first, second = engine.caches
-        assert_equal(first, expected)
-        assert_equal(second, expected)
-        assert not {rows.data_ptr() for rows in first.values()} & {
-            rows.data_ptr() for rows in second.values()
-        }
-        engine.finish(request)
-        engine.wait_empty()
-
-
 def test_memory_of_waiting_rows_is_held_until_the_first_read(
     service: RunningService, checkpoint: Path
 ) -> None:

@@ -6,16 +6,13 @@ import gc
 import random
 import weakref
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
-import torch
 
 from encoder_service.checkpoints.synthetic import FAMILIES, make_checkpoint
 from lm_adapter.engines.hf import RemoteItem, RemoteVisionLM, load_language_model
-from lm_adapter.errors import InvalidRequest, InvalidRows
-from lm_adapter.items import Grid, Modality
-from lm_adapter.types import EncodedRows
+from lm_adapter.errors import InvalidRequest
+from lm_adapter.items import Modality
 from tests.parity.full_model import VISION_END, VISION_START, FullModel, Picture
 from tests.parity.tower_cases import assert_close
 
@@ -133,29 +130,6 @@ def test_p04_prefill_in_chunks_of_any_size_equals_prefill_in_one_and_decodes_by_
         assert_close(f"{what} decode", pair.remote.decode(found, [token])[0], after, RELATIVE)
 
 
-def test_results_of_the_client_are_items(pair: Pair) -> None:
-    """float32 results give the very logits of the tensor they came from; bfloat16 ones widen exactly."""
-    (picture,) = pictures_for(pair, "one")
-    ids = pair.prompt(9, [picture])
-    item = pair.full.item(picture)
-    assert item.num_deepstack_levels is not None
-    for dtype in ("float32", "bfloat16"):
-        rows = item.rows.to(getattr(torch, dtype)).contiguous()
-        encoded = EncodedRows(
-            key=bytes(32),
-            content_digest=bytes(32),
-            grid_thw=Grid(*picture.grid),
-            num_rows=rows.shape[0],
-            width=rows.shape[1],
-            dtype=dtype,
-            num_deepstack_levels=item.num_deepstack_levels,
-            payload=rows.view(torch.uint8).flatten().numpy(),
-        )
-        direct = RemoteItem(picture.grid, rows.float())
-        found = pair.remote.prefill([ids], [[RemoteItem.from_encoded(encoded)]]).logits_BV
-        assert torch.equal(found, pair.remote.prefill([ids], [[direct]]).logits_BV)
-
-
 def test_p24_rows_are_not_held_after_the_prefill(pair: Pair) -> None:
     pictures = pictures_for(pair, "one")
     items = pair.items(pictures)
@@ -165,43 +139,6 @@ def test_p24_rows_are_not_held_after_the_prefill(pair: Pair) -> None:
     gc.collect()
     assert [ref() for ref in alive] == [None]
     assert pair.remote.decode(state, [20]).isfinite().all()
-
-
-def test_p22_wrong_items_are_refused_before_anything_runs(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pictures = pictures_for(pair, "one")
-    ids = pair.prompt(8, pictures)
-    (item,) = pair.items(pictures)
-
-    def never(*args: Any, **kwargs: Any) -> None:
-        raise AssertionError("the language model ran")
-
-    monkeypatch.setattr(pair.remote, "_forward", never)
-    good = item.rows
-    wrong: list[tuple[RemoteItem, type[Exception]]] = [
-        (RemoteItem(item.grid_thw, good[:-1]), InvalidRows),
-        (RemoteItem(item.grid_thw, good[:, :-1]), InvalidRows),
-        (RemoteItem(item.grid_thw, good.double()), InvalidRows),
-        (RemoteItem(item.grid_thw, good, num_deepstack_levels=7), InvalidRows),
-        (RemoteItem((1, 4, 8), good), InvalidRequest),
-        (RemoteItem((1, 4, 5), good), InvalidRequest),
-    ]
-    for bad, error in wrong:
-        with pytest.raises(error):
-            pair.remote.prefill([ids, ids], [[item], [bad]])
-    refused: list[tuple[Any, Any]] = [
-        ([], []),
-        ([ids], []),
-        ([[]], [[]]),
-        ([[1, 99_999]], [[]]),
-        ([ids], [[item, item]]),
-    ]
-    for prompts, items in refused:
-        with pytest.raises(InvalidRequest):
-            pair.remote.prefill(prompts, items)
-    with pytest.raises(InvalidRequest, match="got 1 and 0"):
-        pair.remote.prefill([ids], [[item]], chunk_size=0)
 
 
 def test_generation_stops_at_a_stop_id_and_the_rest_goes_on(pair: Pair) -> None:

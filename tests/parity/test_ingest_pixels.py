@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import io
 import json
 import random
@@ -19,7 +18,7 @@ from PIL import Image, ImageOps
 
 from bench.harness.reference import import_reference
 from encoder_service.errors import AspectRatioExceeded
-from encoder_service.ingest.decode import DecodeLimits, open_image
+from encoder_service.ingest.decode import DecodeLimits
 from encoder_service.ingest.preprocessor import Preprocessor
 from encoder_service.ingest.registry import load_preprocessor
 from encoder_service.types import FrameItem, Modality, PreprocessOptions
@@ -161,29 +160,6 @@ def test_published_settings(
         check(preprocessor, reference, picture(height, width))
 
 
-def test_settings_of_a_folder_with_both_files_are_the_references(tmp_path: Path) -> None:
-    reference = import_reference()
-    qwen_reference(4096, 1 << 20).save_pretrained(tmp_path)
-    section = json.loads((tmp_path / "preprocessor_config.json").read_text()) | CLIP
-    section["size"] = {"shortest_edge": 1024, "longest_edge": 65536}
-    (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": section}))
-    preprocessor = load_preprocessor(tmp_path, "qwen3_vl", LIMITS)
-    assert isinstance(preprocessor, Preprocessor)
-    check(preprocessor, reference.AutoImageProcessor.from_pretrained(tmp_path), picture(400, 300))
-
-
-def test_qwen_limits_per_request(saved: Callable[[Any, str], Preprocessor]) -> None:
-    reference = qwen_reference(4096, 1 << 20)
-    preprocessor = saved(reference, "qwen3_vl")
-    rng = random.Random(5)
-    for height, width in random_sides("limits", 60):
-        low = rng.choice((1, 1024, 5000, 60_000))
-        high = low + rng.choice((0, 1, 1023, 70_000))
-        size = {"shortest_edge": low, "longest_edge": high}
-        options = PreprocessOptions(min_pixels=low, max_pixels=high)
-        check(preprocessor, reference, picture(height, width), options, size=size)
-
-
 def test_qwen_with_one_limit_of_a_request_that_may_contradict_the_checkpoints_other(
     saved: Callable[[Any, str], Preprocessor],
 ) -> None:
@@ -212,18 +188,6 @@ def test_a_checkpoint_with_one_limit_by_its_own_name_that_contradicts_its_size(t
             check(preprocessor, loaded, picture(height, width))
 
 
-def test_kimi_limits_per_request(saved: Callable[[Any, str], Preprocessor]) -> None:
-    reference = kimi_reference()
-    preprocessor = saved(reference, "kimi_k25")
-    rng = random.Random(7)
-    for height, width in random_sides("kimi_k25", 40):
-        patches, side = rng.choice((1, 5, 64, 300, 16_384)), rng.choice((1, 7, 20, 512))
-        overrides = {"max_patches": patches, "size": {"max_height": side, "max_width": side}}
-        options = PreprocessOptions(max_patches=patches, max_patches_per_side=side)
-        preprocessor.check_options(Modality.IMAGE, options)
-        check(preprocessor, reference, picture(height, width), options, **overrides)
-
-
 @pytest.mark.parametrize("family", ["qwen3_vl", "kimi_k25"])
 def test_any_mean_and_std(family: str, saved: Callable[[Any, str], Preprocessor]) -> None:
     reference = kimi_reference(clip=True) if family == "kimi_k25" else qwen_reference(4096, 90_000, clip=True)
@@ -250,18 +214,6 @@ def test_the_reference_refuses_the_same_aspects(
 
 
 FILES = image_files.every_file() | image_files.every_orientation()
-
-
-def test_every_file_as_the_references_loader() -> None:
-    """Formats, modes and orientation, from the same bytes. The loader drops alpha in every release."""
-    import_reference()
-    from transformers.image_utils import load_image
-
-    for name, data in FILES.items():
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            expected = np.array(load_image(base64.b64encode(data).decode()))
-        np.testing.assert_array_equal(open_image(data, LIMITS).decode("drop").numpy(), expected, err_msg=name)
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "kimi_k25"])

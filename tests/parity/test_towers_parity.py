@@ -162,9 +162,7 @@ def test_p01_rows_equal_the_reference(pair_of: Callable[[str], Pair], variant: s
     # A small level must not hide behind a large one.
     for level, (part, expected_part) in enumerate(
         zip(
-            found.split(pair.tower.out_width, dim=1),
-            expected.split(pair.tower.out_width, dim=1),
-            strict=True,
+            found.split(pair.tower.out_width, dim=1), expected.split(pair.tower.out_width, dim=1), strict=True
         )
     ):
         assert errors(part, expected_part).relative < FLOAT32_RELATIVE, f"level {level}"
@@ -187,41 +185,3 @@ def test_bfloat16_stays_near_float32(
     assert figures.relative < BFLOAT16_RELATIVE
     # Sums kept in float32 leave us no further from the truth than the reference is.
     assert figures.relative < 1.2 * reference_figures.relative
-
-
-@pytest.mark.parametrize("variant", ["qwen3_vl-2b", "qwen3_5-tiny", "kimi_k25-72"])
-def test_p31_an_item_has_the_same_rows_alone_and_in_any_batch(
-    pair_of: Callable[[str], Pair], variant: str
-) -> None:
-    tower = pair_of(variant).tower
-    grids, seed = BATCHES["mixed_frames"], fresh_seed()
-    items = random_pixels(tower, grids, seed).split([grid.num_patches for grid in grids])
-    alone = [run_tower(tower, pixels, [grid]) for pixels, grid in zip(items, grids, strict=True)]
-
-    for order in ([0, 1, 2, 3, 4], [4, 2, 0, 3, 1], [1, 1, 3]):
-        batch = run_tower(
-            tower, torch.cat([items[index] for index in order]), [grids[index] for index in order]
-        )
-        for index, rows in zip(order, batch.split([len(alone[index]) for index in order]), strict=True):
-            figures = errors(rows, alone[index])
-            assert figures.relative < 2e-6, f"item {index} in order {order}: {figures}"
-
-
-FULL_VISION: dict[str, dict[str, Any]] = {
-    "qwen3_vl": {"depth": 1, "deepstack_visual_indexes": [0]},
-    "qwen3_5": {"depth": 1},
-    "kimi_k25": {"vt_num_hidden_layers": 1},
-}
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("family", FULL_VISION)
-def test_one_block_of_full_width_equals_the_reference(
-    tmp_path: Path, device: torch.device, family: str
-) -> None:
-    config = config_with(family, "full", FULL_VISION[family])
-    path = write_published(tmp_path, config, vision_weights(config, fresh_seed(), torch.bfloat16))
-    found, expected = Pair(path, device, torch.float32).rows([Grid(1, 28, 28), Grid(2, 4, 6)], fresh_seed())
-    figures = errors(found, expected)
-    report(f"{family} full width float32", figures)
-    assert figures.relative < FLOAT32_RELATIVE

@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -16,7 +15,7 @@ from bench.harness.reference import import_reference
 from encoder_service import startup
 from encoder_service.checkpoints.synthetic import FAMILIES, make_checkpoint
 from encoder_service.rpc import convert
-from lm_adapter import ClipItem, FramesItem, ImageItem, PreprocessOptions, VisionEncoderClient
+from lm_adapter import ClipItem, PreprocessOptions, VisionEncoderClient
 from lm_adapter.engines.hf import RemoteItem, load_language_model
 from lm_adapter.items import Grid, Modality
 from lm_adapter.prefill.clip_texts import kimi_chunk_texts, qwen_frame_texts
@@ -24,7 +23,7 @@ from lm_adapter.types import EncodedRows
 from tests.integration.conftest import RunningService, running
 from tests.parity.full_model import FullModel, Picture
 from tests.parity.tower_cases import assert_close
-from tests.unit.ingest import clip_files, image_files
+from tests.unit.ingest import clip_files
 
 RELATIVE = 1e-5
 FPS = 8
@@ -92,34 +91,6 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def clip_of(served: Served, num_frames: int | None = None) -> bytes:
     frames = clip_files.moving(num_frames or random.randint(30, 60), 64, 96)
     return clip_files.encode(frames, "h264.mp4", fps=FPS, key_every=7)
-
-
-def test_frames_give_the_rows_of_their_file(served: Served) -> None:
-    data = clip_of(served)
-    frames = clip_files.decoded(data)
-    with VisionEncoderClient(served.service.target) as client:
-        of_file = client.encode_one(ClipItem(data))
-        of_array = client.encode_one(FramesItem(frames, fps=float(FPS)))
-        indices = [round(at_s * FPS) for at_s in of_file.timestamps_s]
-        of_sampled = client.encode_one(FramesItem(frames[indices], timestamps_s=of_file.timestamps_s))
-    for other in (of_array, of_sampled):
-        assert_close(served.family, other.torch(), of_file.torch(), RELATIVE)
-        assert other.timestamps_s == of_file.timestamps_s
-        assert other.chunk_grids == of_file.chunk_grids
-        assert other.key != of_file.key
-
-
-def test_p28_images_and_clips_of_one_call_are_what_they_are_alone(served: Served) -> None:
-    """p31 as well: whatever shares their batches."""
-    picture = np.random.default_rng().integers(0, 256, (70, 90, 3), dtype=np.uint8)
-    image, clip = ImageItem(image_files.ppm(picture)), ClipItem(clip_of(served))
-    with VisionEncoderClient(served.service.target, namespace="alone") as client:
-        alone = [client.encode_one(item) for item in (image, clip)]
-    with VisionEncoderClient(served.service.target, namespace="together") as client:
-        together = client.encode([image, clip, image, clip])
-    for found, expected in zip(together, alone * 2, strict=True):
-        assert isinstance(found, EncodedRows)
-        assert_close(served.family, found.torch(), expected.torch(), RELATIVE)
 
 
 def prompt_of(served: Served, rows: EncodedRows, metadata: Any) -> list[int]:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file
 
 from encoder_service.checkpoints.synthetic import FAMILIES, make_checkpoint, writer
@@ -21,10 +18,6 @@ def read_all(checkpoint: Path) -> dict[str, torch.Tensor]:
     for file in sorted(checkpoint.glob("*.safetensors")):
         tensors |= load_file(file)
     return tensors
-
-
-def read_json(path: Path) -> Any:
-    return json.loads(path.read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -39,34 +32,6 @@ def test_the_same_seed_writes_the_same_bytes_and_another_one_other_values(
     assert first == second
     tensors, others = read_all(tmp_path / "first"), read_all(tmp_path / "third")
     assert [name for name in tensors if torch.equal(tensors[name], others[name])] == []
-
-
-@pytest.mark.parametrize("with_lm", [False, True])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_index_names_every_tensor_and_its_file(family: str, with_lm: bool, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    make_checkpoint(out, family, "small", seed=0, with_lm=with_lm)
-    index = read_json(out / "model.safetensors.index.json")
-    held: dict[str, str] = {}
-    total_bytes = 0
-    for file in sorted(out.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as tensors:
-            assert tensors.metadata() == {"format": "pt"}
-            held |= dict.fromkeys(tensors.keys(), file.name)
-        total_bytes += sum(tensor.nbytes for tensor in load_file(file).values())
-    assert index["weight_map"] == held
-    assert index["metadata"]["total_size"] == total_bytes
-
-    files = sorted(set(held.values()))
-    assert files == [
-        f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)
-    ]
-    is_vision = re.compile(r"model\.visual\.|vision_tower\.|mm_projector\.")
-    vision_files = {file for name, file in held.items() if is_vision.match(name)}
-    language_files = {file for name, file in held.items() if not is_vision.match(name)}
-    assert len(vision_files) >= 2
-    # One file holds tensors of both, so that a loader must go by names, not by files.
-    assert len(vision_files & language_files) == (1 if with_lm else 0)
 
 
 def test_unknown_family_and_size_are_refused_with_the_known_ones(tmp_path: Path) -> None:

@@ -11,13 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from encoder_service.engine.calibrate import (
-    MAX_ROUNDS,
-    MIN_ROUNDS,
-    calibrate,
-    calibration_batches,
-    grid_of,
-)
+from encoder_service.engine.calibrate import MAX_ROUNDS, MIN_ROUNDS, calibrate, calibration_batches, grid_of
 from encoder_service.engine.graphs import GraphRunner, StagedInputs
 from encoder_service.engine.streams import InlineEvent, InlineStream, Streams
 from encoder_service.scheduler.buckets import Bucket, BucketLadder, default_ladder, ladder_of_sizes
@@ -25,18 +19,9 @@ from encoder_service.scheduler.cost import CostModel, Launch
 from encoder_service.towers.fused_inputs import FusedInputBuilder, FusedInputs
 from encoder_service.types import Grid
 from tests.unit.engine.bucketed_tower import SmallTower
+from tests.unit.store.arenas import Clock
 
 MERGE = 2
-
-
-class Clock:
-    """A clock of virtual seconds."""
-
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 class FakeRunner:
@@ -95,22 +80,6 @@ def test_calibration_finds_the_cost_of_the_device(true: CostModel) -> None:
         assert getattr(found.cost, field) == pytest.approx(getattr(true, field), rel=1e-3, abs=1e-9), field
     assert found.max_error < 1e-3
     assert not found.cost.curve
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_a_noisy_device_is_predicted_within_five_percent_at_other_batches(seed: int) -> None:
-    true = CostModel(900.0, 1.7, 2.3e-4, 1e-3)
-    ladder = default_ladder(16384)
-    runner = FakeRunner(ladder, us_of(true, 0.03, seed))
-    found = calibrate(cast("GraphRunner", runner), MERGE, clock=runner.clock)
-    assert found is not None
-    generator = random.Random(seed)
-    for _ in range(200):
-        launch = Launch.of([4 * generator.randint(16, 300) for _ in range(generator.randint(1, 12))])
-        bucket = ladder.choose(launch)
-        assert bucket is not None
-        shape = bucket.num_patches, bucket.num_sequences, bucket.max_seqlen
-        assert found.cost.padded_us(launch, *shape) == pytest.approx(true.padded_us(launch, *shape), rel=0.05)
 
 
 def test_a_device_whose_time_rises_in_steps_gets_a_curve() -> None:

@@ -13,7 +13,7 @@ from bench.harness.waiting import wait_until
 from encoder_service.engine.device import DeviceEngine
 from encoder_service.engine.faults import is_device_fault
 from encoder_service.engine.jobs import TowerResult
-from encoder_service.errors import Cancelled, DeadlineExceeded, DeviceFault, Draining, InternalError
+from encoder_service.errors import Cancelled, DeviceFault, Draining, InternalError
 from encoder_service.ops.metrics import Metrics
 from encoder_service.scheduler.buckets import BucketLadder
 from encoder_service.scheduler.planner import Planner, Ticket
@@ -57,29 +57,6 @@ def rig() -> Iterator[Rig]:
     yield rig
     rig.tower.gate.set()
     assert rig.engine.stop(10)
-
-
-def test_items_queued_together_share_one_forward_and_get_their_own_rows(rig: Rig) -> None:
-    futures = [rig.submit(float(value), side=side) for value, side in ((1, 4), (2, 6), (3, 2))]
-    rig.engine.start()
-    results = [future.result(10) for future in futures]
-    assert [len(batch) for batch in rig.tower.batches] == [3]
-    for value, side, result in zip((1, 2, 3), (4, 6, 2), results, strict=True):
-        assert result.rows.shape == (side * side // 4, 16)
-        assert (result.rows[:, :8] == value).all()
-        assert (result.rows[:, 8:] == value + 1).all()
-
-
-def test_cancelled_and_expired_items_never_reach_the_tower(rig: Rig) -> None:
-    rig.now_s = 10.0
-    gone, late, fine = rig.submit(1.0, cancelled=True), rig.submit(1.0, deadline_s=9.0), rig.submit(1.0)
-    rig.engine.start()
-    fine.result(10)
-    with pytest.raises(Cancelled):
-        gone.result(10)
-    with pytest.raises(DeadlineExceeded):
-        late.result(10)
-    assert [len(batch) for batch in rig.tower.batches] == [1]
 
 
 def test_out_of_memory_fails_the_batch_and_not_the_device(rig: Rig) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import random
 import re
 
 import pytest
@@ -17,7 +16,6 @@ from encoder_service.scheduler.buckets import Bucket, BucketLadder, default_ladd
 from encoder_service.scheduler.cost import Launch
 from encoder_service.types import Grid
 from tests.unit.engine.bucketed_tower import PATCH_DIM, SmallTower
-from tests.unit.engine.stepped_device import SteppedDevice
 
 CPU = torch.device("cpu")
 FRAMES = 3
@@ -138,12 +136,7 @@ def test_p27_capture_needs_a_gpu() -> None:
 
 
 @settings(deadline=None)
-@given(
-    st.integers(1, 4),
-    st.integers(1, 600),
-    st.integers(1, 40),
-    st.integers(1, 3000),
-)
+@given(st.integers(1, 4), st.integers(1, 600), st.integers(1, 40), st.integers(1, 3000))
 def test_the_filling_batch_fits_its_bucket(merge: int, merges: int, slots: int, bound: int) -> None:
     unit = merge * merge
     bucket = Bucket(merges * unit, slots, max(unit, min(bound, merges * unit)))
@@ -164,27 +157,3 @@ def test_buckets_without_whole_merges_are_refused(bucket: Bucket) -> None:
     message = f"{bucket.num_patches} patches with sequences of at most {bucket.max_seqlen}"
     with pytest.raises(ConfigurationError, match=re.escape(message)):
         runner_for(SmallTower(), BucketLadder([bucket]))
-
-
-@settings(deadline=None, max_examples=20)
-@given(seed=st.integers(0, 1 << 30))
-def test_p30_batches_in_a_row_without_any_wait_keep_their_own_metadata(seed: int) -> None:
-    """The host runs ahead of the device: each batch's table waits in memory of its own."""
-    generator = random.Random(seed)
-    device = SteppedDevice(lambda count: 0)
-    tower = SmallTower()
-    runner = GraphRunner(
-        tower, LADDER, CPU, capture=False, clock=itertools.count().__next__, streams=device.streams
-    )
-    expected, found = [], []
-    for step in range(6):
-        grids = [Grid(1, 2 * generator.randint(1, 4), 2 * generator.randint(1, 4))]
-        pixels = pixels_of(grids, step)
-        expected.append(alone(tower, grids, pixels))
-        batch = runner.stage(runner.prepare(grids))
-        device.compute.run(lambda batch=batch, pixels=pixels: batch.pixels.copy_(pixels))  # type: ignore[misc]
-        device.compute.run(lambda batch=batch: found.append(runner.forward(batch).clone()))  # type: ignore[misc]
-    while device.step():
-        pass
-    for rows, right in zip(found, expected, strict=True):
-        torch.testing.assert_close(rows, right, rtol=1e-5, atol=1e-5)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 
 import pytest
@@ -13,14 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.harness.waiting import wait_until
-from encoder_service.engine import device
 from encoder_service.engine.device import DeviceEngine
 from encoder_service.engine.jobs import TowerResult
 from encoder_service.errors import Cancelled, DeviceFault, Draining, InternalError
 from encoder_service.ops.metrics import Metrics
 from encoder_service.scheduler.planner import Planner, Ticket
 from encoder_service.scheduler.timeline import LEAD_S, LIKELY, DeviceTimeline
-from encoder_service.types import Grid, PatchItem, TowerItem
+from encoder_service.types import Grid, PatchItem
 from tests.fakes import FakePreprocessor, FakeTower
 from tests.unit.engine.held_launcher import POISON, HeldBatch, HeldLauncher
 
@@ -186,44 +184,6 @@ def test_p36_a_device_fault_behind_another_error_is_recognised(rig: Rig) -> None
     rig.engine.start()
     with pytest.raises(DeviceFault, match="unspecified launch failure"):
         future.result(10)
-
-
-def test_p36_a_fault_while_stopping_reaches_every_item(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    launch, launching, may_go_on, abandoned = (
-        rig.launcher.launch,
-        threading.Event(),
-        threading.Event(),
-        threading.Event(),
-    )
-
-    def held_launch(
-        items: Sequence[TowerItem], destinations: Sequence[torch.Tensor | None] = ()
-    ) -> HeldBatch:
-        if len(rig.launcher.launched) == 1:
-            launching.set()
-            assert may_go_on.wait(10)
-        return launch(items)
-
-    class HeldLog:
-        """Holds the thread with the fault between noticing and reporting it."""
-
-        def critical(self, *_: object, **__: object) -> None:
-            may_go_on.set()
-            assert abandoned.wait(10)
-
-    monkeypatch.setattr(rig.launcher, "launch", held_launch)
-    monkeypatch.setattr(device, "log", HeldLog())
-    futures = [rig.submit(float(value)) for value in range(2)]
-    futures[1].add_done_callback(lambda _: abandoned.set())
-    rig.engine.start()
-    assert launching.wait(10)
-    assert not rig.engine.stop(0)
-    rig.batch(0).end(LOST)
-    for future in futures:
-        with pytest.raises(DeviceFault, match="unspecified launch failure"):
-            future.result(10)
-    assert rig.engine.stop(10)
-    assert len(rig.faults) == 1
 
 
 def test_p37_stop_finishes_what_is_in_flight_and_refuses_the_rest() -> None:

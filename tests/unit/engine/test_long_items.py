@@ -22,7 +22,6 @@ from encoder_service.ingest.registry import load_preprocessor
 from encoder_service.ingest.video.source import ClipLimits
 from encoder_service.scheduler.buckets import BucketLadder, default_ladder, sequence_slots
 from encoder_service.scheduler.cost import Launch
-from encoder_service.scheduler.planner import Planner, Ticket, launch_of
 from encoder_service.towers.registry import load_tower
 from encoder_service.towers.tower import Tower
 from encoder_service.types import PreprocessOptions
@@ -45,8 +44,7 @@ def kimi(tmp_path_factory: pytest.TempPathFactory) -> tuple[Preprocessor, Bucket
 
 
 @pytest.mark.parametrize(
-    ("height", "width"),
-    [(480, 854), (1080, 1920), (1920, 1080), (2160, 3840), (153, 6761)],
+    ("height", "width"), [(480, 854), (1080, 1920), (1920, 1080), (2160, 3840), (153, 6761)]
 )
 def test_a_full_chunk_at_the_default_settings_has_a_bucket(
     height: int, width: int, kimi: tuple[Preprocessor, BucketLadder]
@@ -66,25 +64,6 @@ def test_a_large_photo_has_a_bucket(kimi: tuple[Preprocessor, BucketLadder]) -> 
     size = preprocessor.plan_image(3000, 4000, PreprocessOptions()).grid.num_patches
     assert size > BUDGET
     assert ladder.choose(Launch.of([size])) is not None
-
-
-def test_a_chunk_above_the_budget_is_planned_alone_and_for_a_graph(
-    kimi: tuple[Preprocessor, BucketLadder],
-) -> None:
-    _, ladder = kimi
-    planner = Planner(BUDGET, 64, ladder)
-    for size, frames in [(17_200, FRAMES), (1024, 1), (1024, 1), (16_512, FRAMES)]:
-        planner.add(Ticket(size, num_frames=frames))
-    batches = [planner.next_batch(0.0).batch for _ in range(3)]
-    assert [sorted(ticket.num_patches for ticket in batch) for batch in batches] == [
-        [17_200],
-        [1024, 1024],
-        [16_512],
-    ]
-    for batch in batches:
-        launch = launch_of(batch)
-        assert ladder.choose(launch) is not None
-        assert len(batch) == 1 or launch.num_patches <= BUDGET
 
 
 def test_sizes_above_the_budget_are_few_and_for_one_sequence_each() -> None:

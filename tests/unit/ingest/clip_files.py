@@ -11,7 +11,7 @@ import io
 import os
 import struct
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from pathlib import Path
 
@@ -31,6 +31,20 @@ CODECS: dict[str, tuple[str, str, dict[str, str]]] = {
     "gif.gif": ("gif", "gif", {}),
 }
 KINDS = tuple(CODECS)
+# H.264 with frames behind a key frame that lean on ones before it; and as cameras and streams send it: no
+# whole picture after the first, a column of each frame is coded by itself, and frames where that begins are
+# marked as ones to start at.
+_OPEN = {"x264-params": "open-gop=1:b-pyramid=normal:bframes=5:b-adapt=0:scenecut=0"}
+_REFRESHED = {
+    "preset": "veryfast", "tune": "zerolatency", "intra-refresh": "1", "x264-params": "scenecut=0"
+}  # fmt: skip
+HARD: dict[str, tuple[str, str, dict[str, str]]] = {
+    "open.mp4": ("mp4", "libx264", _OPEN),
+    "open.mkv": ("matroska", "libx264", _OPEN),
+    "refreshed.mp4": ("mp4", "libx264", _REFRESHED),
+    "refreshed.mkv": ("matroska", "libx264", _REFRESHED),
+    "vp8.webm": ("webm", "libvpx", {"deadline": "realtime"}),
+}
 
 
 def moving(
@@ -73,7 +87,7 @@ def encode(
 ) -> bytes:
     """A file of ``kind``. pts: of each frame, in 1/1000 s, in place of even ones; key_every: frames
     between two key frames; flags: of the MP4 muxer, which writes to a real file then."""
-    container, codec, options = CODECS[kind]
+    container, codec, options = (CODECS | HARD)[kind]
     file = io.BytesIO()
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder, "clip") if flags else file
@@ -172,6 +186,40 @@ def cut(data: bytes, num_packets: int, container: str) -> bytes:
                 packet.stream = copied
                 out.mux(packet)
     return file.getvalue()
+
+
+Change = Callable[[bytes, bytes], bytes]
+TREE = (b"moov", b"trak", b"mdia", b"minf", b"stbl", b"edts", b"moof", b"traf")
+
+
+def boxes(data: bytes, change: Change) -> bytes:
+    """The MP4 with every box's body passed through ``change(kind, body)``."""
+    out, start = b"", 0
+    while start < len(data):
+        size, kind = struct.unpack_from(">I4s", data, start)
+        body = data[start + 8 : start + size]
+        body = change(kind, boxes(body, change) if kind in TREE else body)
+        out += struct.pack(">I4s", len(body) + 8, kind) + body
+        start += size
+    return out
+
+
+def trimmed(first: int, count: int, kind: str = "h264.mp4", b_frames: int | None = None) -> bytes:
+    """30 frames, a key frame every tenth, of which an edit list shows ``count`` from ``first`` on, as phones
+    and editors trim: the file keeps all samples, of which some are decoded and never shown."""
+    data = encode(moving(30), kind, key_every=10, b_frames=b_frames)
+    found: dict[bytes, bytes] = {}
+
+    def note(kind: bytes, body: bytes) -> bytes:
+        found[kind] = body
+        return body
+
+    boxes(data, note)
+    (ticks,), (movie_ticks,) = (struct.unpack_from(">I", found[kind], 12) for kind in (b"mdhd", b"mvhd"))
+    (start,) = struct.unpack_from(">i", found[b"elst"], 12)
+    edit = count * movie_ticks // 30, start + first * ticks // 30, 1 << 16
+    edits = struct.pack(">IIIiI", 0, 1, *edit)
+    return boxes(data, lambda kind, body: edits if kind == b"elst" else body)
 
 
 def transparent(rgba_THWC: np.ndarray, codec: str = "libvpx-vp9", fps: int = 10) -> bytes:

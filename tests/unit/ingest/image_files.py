@@ -185,8 +185,7 @@ def _oriented(orientation: int) -> dict[str, bytes]:
         "png-late-exif": png_with_late_chunk(plain, png_chunk(b"eXIf", block.removeprefix(b"Exif\0\0"))),
         "png-xmp": encode(picture, "PNG", pnginfo=text),
         "png-late-xmp": png_with_late_chunk(
-            plain,
-            png_chunk(b"iTXt", b"XML:com.adobe.xmp\0\0\0\0\0" + xmp(orientation).encode()),
+            plain, png_chunk(b"iTXt", b"XML:com.adobe.xmp\0\0\0\0\0" + xmp(orientation).encode())
         ),
         "webp": encode(picture, "WEBP", lossless=True, exif=block),
         "tiff": encode(picture, "TIFF", tiffinfo={0x0112: orientation}),

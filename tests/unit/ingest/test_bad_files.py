@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import random
-import struct
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from encoder_service.errors import ImageTooLarge, UndecodableImage
 from encoder_service.ingest.decode import DecodeLimits, open_image
@@ -58,16 +55,3 @@ def test_corrupt_anywhere(name: str) -> None:
             end = len(data) if rng.random() < 0.5 else min(96, len(data))
             data[rng.randrange(end)] = rng.choice((0, 1, 0x7F, 0x80, 0xFF, rng.randrange(256)))
         attempt(bytes(data))
-
-
-@settings(deadline=None, max_examples=300)
-@given(st.binary(max_size=200), st.sampled_from([data[:8] for data in FILES.values()] + [b""]))
-def test_random_bytes(tail: bytes, head: bytes) -> None:
-    attempt(head + tail)
-
-
-@pytest.mark.parametrize("body", ["RGB", "P", "LA"])
-def test_late_png_metadata_that_is_damaged(body: str) -> None:
-    chunk = image_files.png_chunk(b"eXIf", image_files.exif(6))
-    for damage in (chunk[:-1] + b"\0", chunk[:9], struct.pack(">I", 1 << 30) + chunk[4:]):
-        attempt(image_files.png_with_late_chunk(FILES[f"png-{body}"], damage))

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image
 
 from encoder_service.errors import (
     AspectRatioExceeded,
@@ -79,33 +78,7 @@ def test_options_out_of_bounds(preprocessor: Preprocessor, given: dict[str, Any]
         preprocessor.check_options(Modality.IMAGE, options)
 
 
-def test_one_limit_below_the_checkpoints_other_is_taken() -> None:
-    """As in the reference, whose upper limit comes first."""
-    published = QwenVLPreprocessor(QwenVLSettings(16, 2, 2, 65_536, 1 << 24, HALF), LIMITS)
-    low, high = PreprocessOptions(max_pixels=50_176), PreprocessOptions(min_pixels=(1 << 24) - 1)
-    for options in (low, high):
-        published.check_options(Modality.IMAGE, options)
-    assert published.plan_image(480, 640, low).grid == Grid(1, 12, 16)
-    assert published.plan_image(160, 240, low).grid == Grid(1, 14, 20)
-
-
 # Grids
-
-
-@given(st.integers(1, 70000), st.integers(1, 70000), st.integers(1, 2000), st.integers(1, 64))
-def test_p09_kimi_grids_never_grow_and_stay_in_their_limits(
-    height: int, width: int, patches: int, side: int
-) -> None:
-    options = PreprocessOptions(max_patches=patches, max_patches_per_side=side)
-    (target_height, target_width), _, grid = KIMI.plan_image(height, width, options)
-    assert 1 <= target_height <= min(height, side * 14)
-    assert 1 <= target_width <= min(width, side * 14)
-    assert (grid.h, grid.w) == (math.ceil(target_height / 28) * 2, math.ceil(target_width / 28) * 2)
-    whole_patches = max(1, target_height // 14) * max(1, target_width // 14)
-    # The budget divides whole patches of the original, whose remainders can add one patch on each side.
-    assert whole_patches <= (math.sqrt(patches * height / width) + 2) * (
-        math.sqrt(patches * width / height) + 2
-    )
 
 
 # Loading
@@ -122,34 +95,6 @@ def test_p09_kimi_pads_and_does_not_stretch() -> None:
     assert not frame[:, 45:].any()
     # Padding is black before normalising: -1 here, not 0.
     assert set(KIMI.patchify(item.frames_THWC)[-1].tolist()) == {-1.0}
-
-
-@pytest.mark.parametrize("family", ["qwen_vl", "kimi_k25"])
-@pytest.mark.parametrize("transparent", ["white", "drop"])
-def test_p42_transparency_is_settled_before_the_resize_and_part_of_the_fingerprint(
-    family: str, transparent: Literal["white", "drop"]
-) -> None:
-    settings = QWEN.settings if family == "qwen_vl" else KIMI.settings
-    make: Any = QwenVLPreprocessor if family == "qwen_vl" else MoonViTPreprocessor
-    preprocessor: Preprocessor = make(settings, LIMITS, None, transparent)
-    assert (preprocessor.fingerprint == make(settings, LIMITS).fingerprint) is (transparent == "white")
-    rgba = image_files.pixels(70, 900, channels=4)
-    rgba[:, :, 3] = 255
-    rgba[:, ::2, 3] = 0  # resizing first would mix hidden colours into their neighbours
-    opaque = rgba[:, :, :3].copy()
-    if transparent == "white":
-        opaque[:, ::2] = 255
-    options = (
-        PreprocessOptions(max_patches=100)
-        if make is MoonViTPreprocessor
-        else PreprocessOptions(max_pixels=9000)
-    )
-    with_alpha, *_ = preprocessor.open_image(image_files.encode(Image.fromarray(rgba), "PNG"), options).load()
-    without, *_ = preprocessor.open_image(image_files.ppm(opaque), options).load()
-    assert isinstance(with_alpha, FrameItem)
-    assert isinstance(without, FrameItem)
-    assert with_alpha.frames_THWC.shape[2] < 900
-    assert torch.equal(with_alpha.frames_THWC, without.frames_THWC)
 
 
 # A caller's own pixels

@@ -59,20 +59,6 @@ async def test_p51_one_caller_keeps_all_but_the_spare_threads(workers: IngestWor
     assert (gate.most_running, gate.num_done) == (2, 20)
 
 
-async def test_p51_callers_take_turns(workers: IngestWorkers) -> None:
-    order: list[str] = []
-    gate = Gate()
-    blockers = [asyncio.ensure_future(workers.run(name, gate)) for name in (FLOOD, FLOOD, PROBE)]
-    await until(lambda: gate.num_running == 3)
-    jobs = [asyncio.ensure_future(workers.run(FLOOD, order.append, "flood")) for _ in range(50)]
-    await asyncio.sleep(0)
-    jobs.append(asyncio.ensure_future(workers.run(PROBE, order.append, "probe")))
-    await asyncio.sleep(0)
-    gate.open()
-    await asyncio.gather(*blockers, *jobs)
-    assert order.index("probe") <= 3
-
-
 async def test_p55_clips_never_hold_the_threads_of_images(workers: IngestWorkers) -> None:
     gate = Gate()
     clips = [asyncio.ensure_future(workers.run(FLOOD, gate, is_clip=True)) for _ in range(20)]
@@ -96,17 +82,6 @@ async def test_p50_what_is_decoded_at_a_time_is_bounded(workers: IngestWorkers) 
     gate.open()
     await asyncio.gather(*jobs)
     assert gate.most_running == 1
-
-
-async def test_p50_an_image_above_the_limit_is_decoded_alone(workers: IngestWorkers) -> None:
-    gate = Gate()
-    jobs = [asyncio.ensure_future(workers.run(FLOOD, gate, decoded_bytes=size)) for size in (5_000, 1)]
-    await until(lambda: gate.num_running == 1)
-    await asyncio.sleep(0.01)
-    assert gate.num_running == 1
-    gate.open()
-    await asyncio.gather(*jobs)
-    assert gate.num_done == 2
 
 
 async def test_memory_and_thread_are_held_until_the_job_of_a_caller_who_left_has_ended(

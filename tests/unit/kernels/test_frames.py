@@ -32,9 +32,14 @@ def plain_merge(
 @pytest.mark.parametrize(
     ("width", "dtype"), [(64, torch.float32), (64, torch.float16), (1152, torch.bfloat16)]
 )
-@pytest.mark.parametrize("num_frames", [1, 3])
+@pytest.mark.parametrize(("num_frames", "has_delta"), [(1, True), (3, True), (2, False)])
 def test_merge_equals_the_plain_steps(
-    num_frames: int, width: int, dtype: torch.dtype, device: torch.device, generator: torch.Generator
+    num_frames: int,
+    has_delta: bool,
+    width: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    generator: torch.Generator,
 ) -> None:
     index, weight = mixed_merge(num_frames)
     num_patches = 4 * num_frames + 3
@@ -44,7 +49,7 @@ def test_merge_equals_the_plain_steps(
     held, held_delta = padded_rows(x, device), padded_rows(delta, device)
     merged = merge_frames_norm(
         held,
-        held_delta,
+        held_delta if has_delta else None,
         index.int().to(device),
         weight.to(device),
         Norm(final.weight.to(device), final.bias.to(device), final.eps),
@@ -52,7 +57,7 @@ def test_merge_equals_the_plain_steps(
     )
     assert torch.equal(held.cpu(), x)
     assert torch.equal(held_delta.cpu(), delta)
-    expected = plain_merge(x + delta, index, weight, final, pre)
+    expected = plain_merge(x + delta if has_delta else x, index, weight, final, pre)
     if dtype is torch.float32:
         assert_near(merged, expected)
     else:
@@ -63,13 +68,3 @@ def test_merge_equals_the_plain_steps(
         error = (merged.float() - expected).abs()
         assert (error > step).float().mean() < 0.01
         assert (error < 8 * step).all()
-
-
-def test_without_a_delta(device: torch.device, generator: torch.Generator) -> None:
-    index, weight = mixed_merge(2)
-    x = randn(generator, 11, 144)
-    ones, zeros = torch.ones(144), torch.zeros(144)
-    on_device = Norm(ones.to(device), zeros.to(device), 1e-5)
-    merged = merge_frames_norm(x.to(device), None, index.to(device), weight.to(device), on_device, on_device)
-    norm = Norm(ones, zeros, 1e-5)
-    assert_near(merged, plain_merge(x, index, weight, norm, norm))

@@ -1,4 +1,4 @@
-"""Which gemm serves which product: only one that is right and faster is chosen."""
+"""Gemms: pairs that rotate, and the check of each step. How one is chosen: towers/test_attention_select."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from encoder_service.errors import ConfigurationError
-from encoder_service.towers.gemm import TORCH_GEMM, Gemm, Rotary, Weights, pair_rows, turns_of
+from encoder_service.towers.gemm import STEPS, TORCH_GEMM, Gemm, Rotary, Weights, pair_rows, turns_of
 from encoder_service.towers.gemm.cases import gemm_selections, make_trial
 from encoder_service.towers.layers import BlockShape
-from encoder_service.towers.selection import Choices, TimeMs
 from tests.unit.kernels.pair_gemm import PairGemm
 
 pytest.importorskip("triton")
@@ -86,55 +85,8 @@ class RaisingGemm(PairGemm):
         raise RuntimeError(f"no tile for {list(x_PK.shape)}")
 
 
-class WrongFromGemm(PairGemm):
-    """Right below ``num_rows``, its GELU forgets the bias from there on."""
-
-    name = "wrong_from"
-
-    def __init__(self, num_rows: int) -> None:
-        super().__init__()
-        self._num_rows = num_rows
-
-    def gelu(self, x_PK: torch.Tensor, layer: Weights) -> torch.Tensor:
-        bias = layer.bias if x_PK.shape[0] < self._num_rows else torch.zeros_like(layer.bias)
-        return super().gelu(x_PK, Weights(layer.weight, bias))
-
-
-def chosen_of(
-    gemms: list[Gemm], rows: list[int], time_ms: TimeMs, device: torch.device
-) -> dict[str, dict[str, str]]:
-    """The names of the choices by step and number of rows."""
-    selections = gemm_selections(gemms, rows, SHAPE, torch.float32, device)
-    return {step: selection.measure(time_ms).names for step, selection in selections.items()}
-
-
-def timed_by(milliseconds: dict[str, float]) -> tuple[TimeMs, list[Gemm]]:
-    """A clock that recognises a gemm by what it calls."""
-    gemms: list[Gemm] = [TORCH_GEMM, *(kind() for kind in (PairGemm, WrongGemm, RaisingGemm))]
-    pairs = gemms[1]
-    assert isinstance(pairs, PairGemm)
-
-    def time_ms(run: Callable[[], object]) -> float:
-        before = len(pairs.calls)
-        run()
-        return milliseconds["pairs" if len(pairs.calls) > before else "torch"]
-
-    return time_ms, gemms
-
-
-@pytest.mark.parametrize(("pairs_ms", "expected"), [(0.5, "pairs"), (0.995, "torch")])
-def test_the_fastest_right_gemm_is_chosen_and_ties_stay_with_torch(
-    pairs_ms: float, expected: str, device: torch.device
-) -> None:
-    time_ms, gemms = timed_by({"pairs": pairs_ms, "torch": 1.0})
-    names = chosen_of(gemms, [8], time_ms, device)
-    assert names["rotate"] == {"8": expected}
-    assert names["add_mlp"] == {"8": expected}
-    assert "wrong" not in str(names)
-
-
 def test_p45_saved_gemms_are_checked_and_not_timed(device: torch.device) -> None:
-    _, gemms = timed_by({})
+    gemms: list[Gemm] = [TORCH_GEMM, PairGemm(), WrongGemm(), RaisingGemm()]
     selection = gemm_selections(gemms, [8], SHAPE, torch.float32, device)["gelu"]
     assert selection.check({"8": "pairs"}).names == {"8": "pairs"}
     for names in ({"8": "absent"}, {"16": "pairs"}, {"8": "wrong"}, {"8": "raises"}):
@@ -142,43 +94,11 @@ def test_p45_saved_gemms_are_checked_and_not_timed(device: torch.device) -> None
             selection.check(names)
 
 
-def test_a_gemm_that_raises_is_left_out_of_that_step_only(device: torch.device) -> None:
-    raising = RaisingGemm()
-    assert chosen_of([TORCH_GEMM, raising], [8], counting_down(), device) == {
-        "rotate": {"8": "raises"},
-        "gelu": {"8": "torch"},
-        "add_attention": {"8": "raises"},
-        "add_mlp": {"8": "raises"},
-    }
-
-
-def test_a_gemm_that_is_wrong_at_one_number_of_rows_serves_none(device: torch.device) -> None:
-    names = chosen_of([TORCH_GEMM, WrongFromGemm(8)], [4, 8], counting_down(), device)
-    assert names["gelu"] == {"4": "torch", "8": "torch"}
-    assert names["add_mlp"] == {"4": "wrong_from", "8": "wrong_from"}
-
-
 def test_torch_serves_where_no_gemm_is_left(device: torch.device) -> None:
     def broken(run: Callable[[], object]) -> float:
         raise RuntimeError("no events")
 
-    assert chosen_of([TORCH_GEMM, PairGemm()], [4], broken, device)["gelu"] == {"4": "torch"}
-
-
-def counting_down() -> TimeMs:
-    """Every later candidate is faster."""
-    left = [1024.0]
-
-    def time_ms(run: Callable[[], object]) -> float:
-        run()
-        left[0] /= 2
-        return left[0]
-
-    return time_ms
-
-
-def test_numbers_of_rows_take_the_nearest_choice_by_ratio() -> None:
-    pairs = PairGemm()
-    choices: Choices[Gemm] = Choices({(1024,): TORCH_GEMM, (16384,): pairs})
-    names = [choices.nearest(rows).name for rows in (0, 1, 1024, 4000, 4200, 100_000)]
-    assert names == ["torch"] * 4 + ["pairs"] * 2
+    selections = gemm_selections([TORCH_GEMM, PairGemm()], [4], SHAPE, torch.float32, device)
+    assert {step: selection.measure(broken).names for step, selection in selections.items()} == {
+        step: {"4": "torch"} for step in STEPS
+    }

@@ -8,7 +8,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lm_adapter.prefill.kernels import rotate
 from lm_adapter.prefill.rotary import MRopeLayout, RotaryTable, apply_mrope
 from tests.unit.kernels.references import assert_near, randn
 
@@ -73,81 +72,3 @@ def test_rotation_follows_its_definition(
     rest = slice(layout.rotary_dim, None)
     assert torch.equal(held_q[..., rest].cpu(), q[..., rest])
     assert torch.equal(held_k[..., rest].cpu(), k[..., rest])
-
-
-@pytest.mark.parametrize("backend", ["torch", "triton"])
-def test_parts_of_one_projection_and_positions_of_any_stride(
-    backend: str, device: torch.device, generator: torch.Generator
-) -> None:
-    """q and k as views of a packed projection [T, q | k | v], v untouched; int32 positions, transposed."""
-    layout = MRopeLayout((4, 2, 2), interleaved=True)
-    projection = randn(generator, 5, (4 + 2 + 2) * 16)
-    held = projection.to(device, copy=True)
-    heads = held.view(5, 8, 16)
-    positions = torch.randint(MAX_POSITIONS, (5, 3), generator=generator, dtype=torch.int32)
-    table = table_of(layout, device)
-    apply_mrope(heads[:, :4], heads[:, 4:6], positions.to(device).T, table, backend=backend)  # type: ignore[arg-type]
-    expected = projection.view(5, 8, 16)
-    assert_near(heads[:, :6], expected_rotation(expected[:, :6], positions.T, table))
-    assert torch.equal(heads[:, 6:].cpu(), expected[:, 6:])
-
-
-def test_far_positions_are_as_exact_as_near_ones(device: torch.device, generator: torch.Generator) -> None:
-    layout = MRopeLayout((4, 2, 2), interleaved=True)
-    table = table_of(layout, device, 262_144)
-    q, k = randn(generator, 3, 2, 16), randn(generator, 3, 1, 16)
-    positions = torch.tensor([[262_143, 131_072, 0], [200_001, 5, 1], [0, 262_143, 262_143]])
-    held_q, held_k = q.to(device, copy=True), k.to(device, copy=True)
-    apply_mrope(held_q, held_k, positions.to(device), table, backend="triton")
-    assert_near(held_q, expected_rotation(q, positions, table))
-    assert_near(held_k, expected_rotation(k, positions, table))
-
-
-@pytest.mark.gpu
-def test_on_a_gpu_auto_takes_the_kernel_and_a_graph_captures_it(
-    device: torch.device, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    launches = []
-    plain = rotate.rotate_qk_
-    monkeypatch.setattr(rotate, "rotate_qk_", lambda *args: (launches.append(1), plain(*args))[1])
-    layout = MRopeLayout((24, 20, 20), interleaved=True)
-    table = table_of(layout, device)
-    q, k = randn(generator, 9, 32, 128).to(device), randn(generator, 9, 8, 128).to(device)
-    positions = torch.randint(MAX_POSITIONS, (3, 9), generator=generator).to(device)
-    apply_mrope(q.clone(), k.clone(), positions, table)
-    assert launches == [1]
-    static_q, static_k = q.clone(), k.clone()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        apply_mrope(static_q, static_k, positions, table)
-    static_q.copy_(q)
-    static_k.copy_(k)
-    graph.replay()
-    assert_near(static_q, expected_rotation(q.cpu(), positions.cpu(), table))
-    assert_near(static_k, expected_rotation(k.cpu(), positions.cpu(), table))
-
-
-@pytest.mark.parametrize("num_tokens", [1, 5, 6, 9, 10, 15])
-@pytest.mark.parametrize("case", ["odd"])
-def test_every_kind_of_step_turns_each_head_once(
-    case: str,
-    num_tokens: int,
-    device: torch.device,
-    generator: torch.Generator,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Step sizes on both sides of both bounds; tokens beyond the step stay as they are."""
-    monkeypatch.setattr(rotate, "SHORT_STEP", 5)
-    monkeypatch.setattr(rotate, "MEDIUM_STEP", 9)
-    num_q_heads, num_k_heads, head_dim, layout = CASES[case]
-    positions = torch.randint(MAX_POSITIONS, (3, num_tokens), generator=generator).to(device)
-    table = table_of(layout, device)
-    q, k = (
-        randn(generator, num_tokens + 4, heads, head_dim).to(device) for heads in (num_q_heads, num_k_heads)
-    )
-    expected = [expected_rotation(x[:num_tokens].cpu(), positions.cpu(), table) for x in (q, k)]
-    behind = [x[num_tokens:].clone() for x in (q, k)]
-    apply_mrope(q[:num_tokens], k[:num_tokens], positions, table, backend="triton")
-    for x, turned, rest in zip((q, k), expected, behind, strict=True):
-        assert_near(x[:num_tokens], turned)
-        assert torch.equal(x[num_tokens:], rest)

@@ -121,12 +121,6 @@ def test_a_batch_in_one_launch(
     assert torch.equal(found, expected)
 
 
-def test_a_batch_in_float32(device: torch.device, generator: torch.Generator) -> None:
-    items = [Item(1, 6, 2), Item(3, 4, 4)]
-    found, expected = launch_items(qwen(HALVES, 14), 14, items, 4, torch.float32, device, generator)
-    assert torch.equal(found, expected)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_pixel_value_in_every_channel(
     dtype: torch.dtype, device: torch.device, generator: torch.Generator

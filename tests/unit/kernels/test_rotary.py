@@ -51,31 +51,18 @@ def test_rotation_equals_the_plain_path(
     device: torch.device,
     generator: torch.Generator,
 ) -> None:
+    """Rows lie apart; a padding row stands at (0, 0), where nothing turns."""
     num_patches = 9
     qkv = randn(generator, num_patches, 3 * num_heads * head_dim).to(dtype)
     coords = random_coords(generator, num_patches)
+    coords[7:] = torch.tensor([0, 0, 1, 1])
     cos, sin = (table.to(device) for table in coordinate_tables(head_dim))
-    held = qkv.to(device, copy=True)
+    held = padded_rows(qkv, device)
     result = rotate_qkv_(held, coords.to(device), cos, sin, layout, num_heads)
     assert result is held
-    q, k, v = held.cpu().view(num_patches, 3, num_heads, head_dim).unbind(1)
+    assert torch.equal(held[7:].cpu(), qkv[7:])
+    q, k, v = held.cpu().reshape(num_patches, 3, num_heads, head_dim).unbind(1)
     expected_q, expected_k, expected_v = rotated(qkv, coords, layout, num_heads)
     assert_near(q, expected_q)
     assert_near(k, expected_k)
     assert torch.equal(v, expected_v)
-
-
-def test_rows_that_lie_apart_and_padding(device: torch.device, generator: torch.Generator) -> None:
-    """A padding row stands at (0, 0), where nothing turns."""
-    qkv = randn(generator, 4, 3 * 2 * 72)
-    coords = random_coords(generator, 4)
-    coords[2:] = torch.tensor([0, 0, 1, 1])
-    held = padded_rows(qkv, device)
-    cos, sin = (table.to(device) for table in coordinate_tables(72))
-    wide_coords = torch.cat([coords, coords], dim=1).to(device)
-    rotate_qkv_(held, wide_coords[:, :4], cos, sin, "blocked", 2)
-    q, k, _ = held.cpu().reshape(4, 3, 2, 72).unbind(1)
-    expected_q, expected_k, _ = rotated(qkv, coords, "blocked", 2)
-    assert_near(q, expected_q)
-    assert_near(k, expected_k)
-    assert torch.equal(held[2:].cpu(), qkv[2:])

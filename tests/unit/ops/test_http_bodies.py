@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import http.client
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 
 import pytest
 from starlette.requests import ClientDisconnect, Request
@@ -17,6 +17,7 @@ from encoder_service.admin.app import failure
 from encoder_service.errors import VisionEncoderError
 from encoder_service.ops import http_server
 from encoder_service.ops.http_server import HttpLimits, HttpServer, read_body
+from tests.unit.service.rig import until
 
 pytestmark = pytest.mark.anyio
 KIB = 1 << 10
@@ -43,11 +44,6 @@ async def server() -> AsyncIterator[HttpServer]:
     async with asyncio.timeout(30):
         yield found
     await found.stop()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
 
 
 def num_held(server: HttpServer) -> int:

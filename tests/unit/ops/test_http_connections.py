@@ -11,7 +11,7 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from starlette.types import Receive, Scope, Send
 from encoder_service.ops import http_server
 from encoder_service.ops.http_server import HttpLimits, HttpServer
 from tests.certificates import Authority
+from tests.unit.service.rig import until
 
 pytestmark = pytest.mark.anyio
 WHOLE = b"GET /%s HTTP/1.1\r\nHost: here\r\n\r\n"
@@ -118,11 +119,6 @@ async def test_an_answer_that_nobody_reads_ends_its_connection(monkeypatch: pyte
         writer.close()
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
-
-
 # -- displacement --------------------------------------------------------------------------------------
 
 
@@ -141,18 +137,6 @@ async def test_p69_a_new_connection_displaces_the_one_that_has_waited_the_longes
             assert await reader.readuntil(b"answered")
         assert await busy.readuntil(b"answered")
         for writer in (busy_writer, first[1], second[1], third[1], fourth[1]):
-            writer.close()
-
-
-async def test_p69_one_address_leaves_connections_to_others() -> None:
-    """Nor does it displace theirs."""
-    async with serving(8) as server:
-        other, other_writer = await connected(server, "127.0.0.2")
-        many = [await connected(server) for _ in range(24)]
-        assert server.connections.shares.held_by(("127.0.0.1",)) <= 6
-        other_writer.write(WHOLE % b"")
-        assert b"answered" in await other.readuntil(b"answered")
-        for _, writer in [*many, (other, other_writer)]:
             writer.close()
 
 

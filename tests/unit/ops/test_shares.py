@@ -29,13 +29,6 @@ def test_one_holder_takes_three_quarters_and_another_finds_room() -> None:
     assert not shares.take(("namespace fourth",))
 
 
-def test_a_holder_of_nothing_takes_what_remains() -> None:
-    shares = Shares(400)
-    take_all(shares, FLOOD)
-    assert shares.room(PROBE) == 100
-    assert shares.take(PROBE, 100)
-
-
 def test_an_amount_of_the_whole_limit_fits_while_nothing_is_held() -> None:
     shares = Shares(400)
     assert shares.take(FLOOD, 400)

@@ -6,14 +6,11 @@ import gc
 import hmac
 import os
 import secrets
-import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
 from bench.harness.waiting import wait_until
@@ -181,38 +178,6 @@ def test_p68_a_namespace_that_loses_its_tokens_stays_closed(file: Path) -> None:
     for namespace in ("b", "c"):
         assert not tokens.opens(namespace, "")
     assert tokens.opens("never had one", "")
-
-
-@settings(max_examples=20)
-@given(
-    lines=st.lists(
-        st.tuples(st.sampled_from("abc"), st.text("wxyz", min_size=1, max_size=6)), min_size=1, max_size=5
-    ),
-    removed=st.sets(st.integers(0, 4)),
-    settles=st.booleans(),
-)
-def test_p68_no_cut_of_the_file_opens_anything(
-    lines: list[tuple[str, str]], removed: set[int], settles: bool
-) -> None:
-    """Cut at each byte, and without any of its lines."""
-    whole = [f"{name}={token}\n" for name, token in lines]
-    valid = set(lines)
-    text = "".join(whole)
-    fewer = "".join(line for number, line in enumerate(whole) if number not in removed)
-    # What could pass for a token: each beginning of each.
-    offered = {token[:length] for _, token in lines for length in range(7)}
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "tokens"
-        file.write_text(text)
-        tokens = NamespaceTokens(file)
-        for states in ([text[:length] for length in range(len(text) + 1)], [fewer]):
-            for state in states:
-                file.write_text(state)
-                recheck(tokens, 2 if settles else 1)
-                for name in {name for name, _ in lines}:
-                    assert all((name, token) in valid for token in offered if tokens.opens(name, token)), (
-                        state
-                    )
 
 
 def test_p68_a_volume_that_hangs_delays_no_call(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

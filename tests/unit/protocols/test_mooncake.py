@@ -6,19 +6,19 @@ import asyncio
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from bench.harness.waiting import PATIENCE_S
 from encoder_service.config import parse_settings
 from encoder_service.errors import ConfigurationError, TransportUnavailable
 from encoder_service.protocols.tokenspeed import mooncake as module
 from encoder_service.protocols.tokenspeed.mooncake import Mooncake
 from tests.unit.protocols.mooncake_engine import FakeMooncake, fake_mooncake
+from tests.unit.service.rig import until
 
 pytestmark = pytest.mark.anyio
 CPU, SIZE_BYTES = torch.device("cpu"), 1 << 20
@@ -52,12 +52,6 @@ async def send(mooncake: Mooncake, session: str, rows: torch.Tensor = ROWS) -> t
         addresses = [main.data_ptr(), deepstack.data_ptr()]
         await mooncake.write(staged, session, [staged.main, staged.deepstack], addresses)
     return torch.cat([main, deepstack], 1)
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
 
 
 async def test_p25_more_rows_at_once_than_the_buffer_holds(mooncake: Mooncake) -> None:

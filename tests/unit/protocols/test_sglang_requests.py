@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import base64
-import contextlib
 import hashlib
 import json
 import urllib.parse
 from collections.abc import Callable
-from types import NoneType
 from typing import Any
 
 import hypothesis.strategies as st
@@ -114,34 +112,6 @@ def test_an_invalid_field_is_refused_with_its_value(fields: dict[str, Any], text
 @pytest.mark.parametrize("name", RECEIVER)
 def test_a_receiver_has_all_fields(name: str) -> None:
     assert name in refusal(parse_receiver, {key: value for key, value in RECEIVER.items() if key != name})
-
-
-values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=2000),
-    lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.text(max_size=2000), inner, max_size=5),
-    max_leaves=10,
-)
-
-
-def parsed(parse: Callable[..., Any], argument: object) -> Any:
-    """None for what is refused."""
-    with contextlib.suppress(InvalidRequest):
-        return parse(argument)
-    refusal(parse, argument)
-    return None
-
-
-@given(st.binary(max_size=200) | values.map(lambda value: json.dumps(value).encode()))
-def test_any_bytes_are_an_object_or_refused(data: bytes) -> None:
-    assert isinstance(parsed(parse_object, data), dict | NoneType)
-
-
-@given(st.dictionaries(st.sampled_from(sorted({*ENCODE, *RECEIVER, "other"})), values))
-def test_any_fields_are_a_request_or_refused(fields: dict[str, object]) -> None:
-    """Fields are replaced in valid bodies, so that several are wrong at once, or one alone."""
-    for parse, valid in ((parse_encode, ENCODE), (parse_receiver, RECEIVER)):
-        request = parsed(parse, valid | fields)
-        assert request is None or request.req_id == (valid | fields)["req_id"]
 
 
 # -- items ---------------------------------------------------------------------------------------------

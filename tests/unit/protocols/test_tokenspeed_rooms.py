@@ -38,7 +38,8 @@ from encoder_service.store.embedding_store import PinnedRows
 from encoder_service.types import CacheTier, EncodedItem, Grid, StageTimings
 from tests.integration.tokenspeed import request
 from tests.unit.protocols.mooncake_engine import FakeMooncake, fake_mooncake
-from tests.unit.protocols.test_mooncake import new_mooncake, until
+from tests.unit.protocols.test_mooncake import new_mooncake
+from tests.unit.service.rig import until
 
 pytestmark = pytest.mark.anyio
 ROOM, PEER, OTHER = 7, "10.0.0.7", "10.0.0.8"
@@ -277,12 +278,7 @@ async def test_p46_ranks_that_wait_for_items_have_a_share_for_each_host(
 
 @pytest.mark.parametrize(
     "changed",
-    [
-        {"host": "192.0.3.1"},
-        {"session": "192.0.3.1:5000"},
-        {"session": b"\xff\xff:5"},
-        {"session": PEER},
-    ],
+    [{"host": "192.0.3.1"}, {"session": "192.0.3.1:5000"}, {"session": b"\xff\xff:5"}, {"session": PEER}],
     ids=str,
 )
 async def test_p46_rows_do_not_go_to_a_host_that_a_message_names(rig: Rig, changed: dict[str, Any]) -> None:

@@ -128,11 +128,7 @@ def item_with(name: str, dtype: str, shape: list[int], data: bytes) -> scheduler
 
 @pytest.mark.parametrize(
     ("name", "modality"),
-    [
-        ("image_grid_thw", Modality.IMAGE),
-        ("video_grid_thw", Modality.VIDEO),
-        ("grid_thws", Modality.IMAGE),
-    ],
+    [("image_grid_thw", Modality.IMAGE), ("video_grid_thw", Modality.VIDEO), ("grid_thws", Modality.IMAGE)],
 )
 def test_grids_have_their_models_names(name: str, modality: Modality) -> None:
     item = item_with(name, "int64", [1, 3], struct.pack("<3q", 4, 10, 14))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import pytest
@@ -59,16 +59,23 @@ class Kernel:
         await asyncio.sleep(0)
 
 
+Started = tuple[Call, asyncio.Task[bytes | None]]
+
+
 class Rig:
     def __init__(self) -> None:
         self.kernel = Kernel()
         self.arrivals = Arrivals(MAX_ARRIVING, MAX_MESSAGE, self.kernel)
 
-    def start(
-        self, peer: str, within_s: float = 10.0, holder: str = "a"
-    ) -> tuple[Call, asyncio.Task[bytes | None]]:
+    def start(self, peer: str, within_s: float = 10.0, holder: str = "a") -> Started:
         call: Any = Call(peer)
         return call, asyncio.get_running_loop().create_task(self.arrivals.read(call, (holder,), within_s))
+
+
+async def finish(started: Iterable[Started], message: bytes = b"a") -> None:
+    for call, reading in started:
+        call.message.set_result(message)
+        assert await reading == message
 
 
 async def test_a_message_that_is_complete_at_once_needs_no_check() -> None:
@@ -112,9 +119,7 @@ async def test_p67_only_as_many_messages_are_received_at_once_as_may_be_of_the_l
     await asyncio.sleep(0)
     assert [call.num_reads for call, _ in stalled] == [1] * 3 + [0] * 5, "a quarter is left to others"
     assert [call.num_reads for call, _ in others] == [1, 0]
-    for call, reading in (*others, *stalled):
-        call.message.set_result(b"a")
-        assert await reading == b"a"
+    await finish([*others, *stalled])
 
 
 async def test_p67_what_came_before_a_message_is_late_counts_unless_it_was_delivered() -> None:
@@ -150,9 +155,7 @@ async def test_p67_one_check_ends_the_newest_connections_that_have_no_room() -> 
     await asyncio.wait([reading for _, reading in calls], timeout=0.001)
     assert [reading.done() for _, reading in calls] == [False] * 3 + [True] * 37, "300 of 400 bytes"
     assert rig.arrivals.num_bytes == 3 * 90
-    for call, reading in calls[:3]:
-        call.message.set_result(bytes(90))
-        assert await reading == bytes(90)
+    await finish(calls[:3], bytes(90))
     for _, refused in calls[3:]:
         with pytest.raises(QueueFull):
             await refused
@@ -164,9 +167,7 @@ async def test_p67_small_messages_are_received_at_once(monkeypatch: pytest.Monke
     monkeypatch.setattr(module, "LEAST_EXPECTED_BYTES", 1)
     rig = Rig()
     for _ in range(40):
-        call, reading = rig.start(TCP)
-        call.message.set_result(b"a")
-        assert await reading == b"a"
+        await finish([rig.start(TCP)])
     many = [rig.start(TCP) for _ in range(60)]
     await asyncio.sleep(0)
     await asyncio.sleep(0)
@@ -177,17 +178,13 @@ async def test_p67_small_messages_are_received_at_once(monkeypatch: pytest.Monke
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     assert sum(call.num_reads for call, _ in more) <= 3, "after a large one, fewer at once"
-    for call, reading in (*many[1:], *more):
-        call.message.set_result(b"a")
-        assert await reading == b"a"
+    await finish([*many[1:], *more])
 
 
 async def test_p67_a_late_message_releases_its_estimate() -> None:
     rig = Rig()
     stalled = [rig.start(TCP) for _ in range(8)]
-    call, reading = rig.start(TCP)
-    call.message.set_result(b"a")
-    assert await reading == b"a"
+    await finish([rig.start(TCP)])
     for _, late in stalled:
         late.cancel()
 
@@ -200,12 +197,8 @@ async def test_p67_without_the_kernels_count_a_late_message_is_as_large_as_one_m
     assert rig.arrivals.num_bytes == 300
     with pytest.raises(QueueFull, match="hold 300 bytes of 400, 300 of them this caller's"):
         await started.pop()[1]
-    quick, reading = rig.start(UNIX)
-    quick.message.set_result(b"a")
-    assert await reading == b"a", "a message that comes at once needs no room"
-    for call, reading in started:
-        call.message.set_result(bytes(MAX_MESSAGE))
-        assert await reading == bytes(MAX_MESSAGE)
+    await finish([rig.start(UNIX)])  # a message that comes at once needs no room
+    await finish(started, bytes(MAX_MESSAGE))
     assert rig.arrivals.num_bytes == 0
 
 
@@ -235,6 +228,7 @@ async def test_callers_that_leave_or_miss_their_deadline_hold_nothing() -> None:
     left.cancel()
     with pytest.raises(DeadlineExceeded, match=r"within 0\.05 s"):
         await late
+    await asyncio.wait([left])
     assert rig.arrivals.num_bytes == 0
     await asyncio.sleep(0.05)  # a check that had begun may still run
     num_checks = rig.kernel.num_checks

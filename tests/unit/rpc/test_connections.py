@@ -11,12 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from encoder_service.rpc.connections import (
-    ConnectionShares,
-    connection_of,
-    open_connections,
-    received_bytes,
-)
+from encoder_service.rpc.connections import ConnectionShares, connection_of, open_connections, received_bytes
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/fd")
 

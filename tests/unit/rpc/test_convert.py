@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -18,13 +20,7 @@ from encoder_service.pipeline import EncodeResult
 from encoder_service.rpc import convert
 from encoder_service.store.arena import TierName
 from encoder_service.store.embedding_store import Location, PinnedRows
-from encoder_service.types import (
-    CacheTier,
-    ClipFacts,
-    EncodedItem,
-    Grid,
-    StageTimings,
-)
+from encoder_service.types import CacheTier, ClipFacts, EncodedItem, Grid, StageTimings
 from vision_encoder.v1 import encoder_pb2 as pb
 
 
@@ -46,8 +42,8 @@ def test_chunks_cover_the_rows_in_order(dtype: torch.dtype, monkeypatch: pytest.
     assert [event.chunk.offset_bytes for event in events] == list(range(0, rows.nbytes, 100))
     data = b"".join(event.chunk.data for event in events)
     assert torch.equal(torch.frombuffer(bytearray(data), dtype=dtype).reshape(7, 48), rows)
-    item = EncodedItem(b"k" * 32, b"d" * 32, Grid(1, 2, 14), rows, 2)
-    delivered = EncodeResult(PinnedRows(item), CacheTier.MISS, StageTimings(tower_ms=2.5), 0.0)
+    encoded = EncodedItem(b"k" * 32, b"d" * 32, Grid(1, 2, 14), rows, 2)
+    delivered = EncodeResult(PinnedRows(encoded), CacheTier.MISS, StageTimings(tower_ms=2.5), 0.0)
     result = convert.result_event(3, delivered).result
     assert result.inline.num_chunks == len(events)
     assert result.rows_bytes == rows.nbytes
@@ -57,8 +53,18 @@ def test_chunks_cover_the_rows_in_order(dtype: torch.dtype, monkeypatch: pytest.
     assert result.tier == pb.CACHE_TIER_MISS
 
 
-def tensor(**fields: object) -> pb.Item:
-    return pb.Item(modality=pb.MODALITY_IMAGE, pixels=pb.PixelTensor(inline=pb.InlineTensor(**fields)))  # type: ignore[arg-type]
+def item(**fields: object) -> pb.Item:
+    return pb.Item(modality=pb.MODALITY_IMAGE, **fields)  # type: ignore[arg-type]
+
+
+def tensor(dtype: int = pb.DTYPE_FLOAT32, shape: Sequence[int] = (), data: bytes = b"1") -> pb.Item:
+    inline = pb.InlineTensor(dtype=dtype, shape=shape, data=data)  # type: ignore[arg-type]
+    return item(pixels=pb.PixelTensor(inline=inline))
+
+
+FRAME = pb.InlineTensor(dtype=pb.DTYPE_UINT8, shape=[1, 1, 1, 3], data=b"123")
+CLIP = pb.Item(modality=pb.MODALITY_VIDEO, frames=pb.FrameArray(inline=FRAME, timestamps_s=[0.0] * 4))
+SHARED = item(pixels=pb.PixelTensor(shm=pb.ShmTensor(name="/x")))
 
 
 @pytest.mark.parametrize(
@@ -66,46 +72,20 @@ def tensor(**fields: object) -> pb.Item:
     [
         (pb.Item(encoded=b"x"), InvalidRequest, "modality 0 is unknown"),
         (pb.Item(modality=77, encoded=b"x"), InvalidRequest, "modality 77 is unknown"),  # type: ignore[arg-type]
-        (pb.Item(modality=pb.MODALITY_IMAGE), InvalidRequest, "no content"),
-        (pb.Item(modality=pb.MODALITY_IMAGE, url="http://x"), UnsupportedContent, "takes no URLs"),
-        (
-            pb.Item(modality=pb.MODALITY_IMAGE, encoded=b"x", content_digest=b"123"),
-            InvalidDigest,
-            "has 3 bytes, needs 32",
-        ),
-        (
-            pb.Item(modality=pb.MODALITY_IMAGE, pixels=pb.PixelTensor(shm=pb.ShmTensor(name="/x"))),
-            TransportUnavailable,
-            "shared memory",
-        ),
-        (pb.Item(modality=pb.MODALITY_IMAGE, pixels=pb.PixelTensor()), InvalidRequest, "no source"),
-        (tensor(dtype=99, shape=[1], data=b"1"), PixelTensorMismatch, "dtype 99 is unknown"),
-        (tensor(shape=[1], data=b"1"), PixelTensorMismatch, "dtype 0 is unknown"),
-        (
-            tensor(dtype=pb.DTYPE_FLOAT32, shape=[2, 3], data=b"1"),
-            PixelTensorMismatch,
-            "has 1 bytes, .* needs 24",
-        ),
-        (tensor(dtype=pb.DTYPE_FLOAT32, shape=[0, 3]), PixelTensorMismatch, "is empty"),
+        (item(), InvalidRequest, "no content"),
+        (item(url="http://x"), UnsupportedContent, "takes no URLs"),
+        (item(encoded=b"x", content_digest=b"123"), InvalidDigest, "has 3 bytes, needs 32"),
+        (SHARED, TransportUnavailable, "shared memory"),
+        (item(pixels=pb.PixelTensor()), InvalidRequest, "no source"),
+        (tensor(99, [1]), PixelTensorMismatch, "dtype 99 is unknown"),
+        (tensor(0, [1]), PixelTensorMismatch, "dtype 0 is unknown"),
+        (tensor(shape=[2, 3]), PixelTensorMismatch, "has 1 bytes, .* needs 24"),
+        (tensor(shape=[0, 3], data=b""), PixelTensorMismatch, "is empty"),
         # The product of so many takes hours.
-        (tensor(dtype=pb.DTYPE_FLOAT32, shape=[2**63] * 200_000), PixelTensorMismatch, "has 200000 dim"),
-        (tensor(dtype=pb.DTYPE_FLOAT32, shape=[], data=b"1234"), PixelTensorMismatch, "has 0 dimensions"),
-        (
-            pb.Item(
-                modality=pb.MODALITY_VIDEO,
-                frames=pb.FrameArray(
-                    inline=pb.InlineTensor(dtype=pb.DTYPE_UINT8, shape=[1, 1, 1, 3], data=b"123"),
-                    timestamps_s=[0.0] * 4,
-                ),
-            ),
-            InvalidRequest,
-            "4 timestamps for 1 frames",
-        ),
-        (
-            tensor(dtype=pb.DTYPE_FLOAT32, shape=[2**40, 2**40], data=b"1"),
-            PixelTensorMismatch,
-            "has 1 bytes",
-        ),
+        (tensor(shape=[2**63] * 200_000), PixelTensorMismatch, "has 200000 dim"),
+        (tensor(data=b"1234"), PixelTensorMismatch, "has 0 dimensions"),
+        (tensor(shape=[2**40, 2**40]), PixelTensorMismatch, "has 1 bytes"),
+        (CLIP, InvalidRequest, "4 timestamps for 1 frames"),
     ],
 )
 def test_what_has_no_meaning_is_refused_by_name(message: pb.Item, error: type[Exception], text: str) -> None:
@@ -126,9 +106,9 @@ def test_deliveries_name_the_memory_that_the_caller_has_mapped() -> None:
 def test_placed_rows_are_described_and_not_sent(tier: TierName) -> None:
     rows = torch.randn(7, 48)
     clip = ClipFacts((0.0, 0.5), (Grid(1, 2, 14),))
-    item = EncodedItem(b"k" * 32, b"d" * 32, Grid(1, 2, 14), rows, 2, clip)
+    encoded = EncodedItem(b"k" * 32, b"d" * 32, Grid(1, 2, 14), rows, 2, clip)
     place = Location(b"a" * 16, 99, 3, 77, 256, tier)
-    delivered = EncodeResult(PinnedRows(item), CacheTier.HOST, StageTimings(), 0.0)
+    delivered = EncodeResult(PinnedRows(encoded), CacheTier.HOST, StageTimings(), 0.0)
     result = convert.result_event(0, delivered, place).result
     assert result.WhichOneof("rows") == "place"
     assert (result.place.arena_id, result.place.instance) == (b"a" * 16, 99)
@@ -137,10 +117,3 @@ def test_placed_rows_are_described_and_not_sent(tier: TierName) -> None:
     assert result.rows_bytes == rows.nbytes
     assert list(result.timestamps_s) == [0.0, 0.5]
     assert list(result.chunk_grids) == [pb.GridTHW(t=1, h=2, w=14)]
-
-
-def test_a_segment_of_many_dimensions_is_refused() -> None:
-    many = pb.ShmTensor(name="x", dtype=pb.DTYPE_FLOAT32, shape=[1] * 9)
-    message = pb.Item(modality=pb.MODALITY_IMAGE, pixels=pb.PixelTensor(shm=many))
-    with pytest.raises(PixelTensorMismatch, match="9 dimensions, 1 to 8"):
-        convert.segment_from_proto(message)

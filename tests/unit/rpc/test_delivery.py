@@ -115,27 +115,6 @@ async def test_p21_after_a_lost_read_rows_come_inline_and_are_counted(rig: Rig, 
         each.release()
 
 
-async def test_p21_above_one_percent_of_losses_rows_go_inline_for_a_second(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock = Clock()
-    monkeypatch.setattr(rig.pipeline, "clock", clock)
-    found = Delivery(rig.pipeline, rig.metrics)
-
-    for _ in range(100):
-        assert await is_placed(rig, found)
-    found.count_reads("", 0, 1)
-    assert await is_placed(rig, found)
-    found.count_reads("", 0, 1)
-    assert not await is_placed(rig, found)
-    assert sample(rig, "ve_inline_fallbacks_total", reason="losses") == 1
-    assert sample(rig, "ve_reads_lost_total") == 2
-    clock.now_s += 0.999
-    assert not await is_placed(rig, found)
-    clock.now_s += 0.002
-    assert await is_placed(rig, found)
-
-
 async def test_p18_losses_of_one_namespace_leave_the_others_as_they_are(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

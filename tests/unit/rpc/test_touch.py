@@ -86,20 +86,6 @@ async def test_p18_a_report_ends_the_protection_in_its_own_namespace_only(
     assert rig.store.num_unread() == 0
 
 
-async def test_p21_lost_reads_of_the_directory_make_answers_inline(
-    rig: Rig, servicer: VisionEncoderServicer
-) -> None:
-    """Above 1 % of the reads that are known: those that were reported, or those at places that were given."""
-    read = await announced(rig, servicer, "a")
-    assert read is not None
-    await servicer.touch(pb.TouchRequest(rows=[read] * 200, namespace="a", num_lost=2), CONTEXT)
-    assert await announced(rig, servicer, "a")
-    await servicer.touch(pb.TouchRequest(namespace="a", num_lost=1), CONTEXT)
-    assert await announced(rig, servicer, "a") is None
-    assert await announced(rig, servicer, ""), "losses of another namespace"
-    assert rig.metrics.registry.get_sample_value("ve_reads_lost_total") == 3
-
-
 async def test_lost_reads_count_up_to_the_reads_there_were(
     rig: Rig, servicer: VisionEncoderServicer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

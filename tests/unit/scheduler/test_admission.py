@@ -25,8 +25,7 @@ def test_patches_and_later_bytes_are_refused_separately_and_held_until_release()
     second.add_bytes(10)
     for take in (second.add_bytes, admission.acquire):
         with pytest.raises(
-            QueueFull,
-            match="holds 20 content bytes of 100, the item needs 81, 80 are left to this caller",
+            QueueFull, match="holds 20 content bytes of 100, the item needs 81, 80 are left to this caller"
         ) as caught:
             take(81)
         assert caught.value.retryable
@@ -145,16 +144,6 @@ def test_p69_unread_rows_of_one_caller_leave_room_for_another() -> None:
     for row in rows[:3]:
         undelivered.remove(row, 100)
     assert (undelivered.num_bytes, undelivered.fill()) == (0, 0.0)
-
-
-def test_rows_of_several_callers_count_once() -> None:
-    undelivered, row = UndeliveredBytes(1000), object()
-    undelivered.add(row, 100, FLOOD)
-    undelivered.add(row, 100, PROBE)
-    undelivered.remove(row, 100)
-    assert undelivered.num_bytes == 100
-    undelivered.remove(row, 100)
-    assert undelivered.num_bytes == 0
 
 
 def test_p64_the_fill_is_1_where_a_caller_is_refused() -> None:

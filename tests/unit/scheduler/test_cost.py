@@ -12,16 +12,6 @@ from hypothesis import strategies as st
 from encoder_service.errors import ConfigurationError
 from encoder_service.scheduler.cost import H200_COST, CostModel, Launch, Timing
 
-# Exact-shape runs on an H200.
-MIXED = [784] * 8 + [4096] * 2 + [2304] * 4 + [256] * 16 + [1024] * 6
-MEASURED = [
-    ([784], 2570.0),
-    ([4096], 12700.0),
-    ([4096] * 8, 96400.0),
-    ([784] * 32, 52600.0),
-    (MIXED, 79700.0),
-]
-
 
 def timing(patches: int, squares: int, us: float) -> Timing:
     return Timing(Launch(patches, 1, 0, squares), patches, 1, 0, us)
@@ -39,18 +29,6 @@ def bucket_timings(cost: CostModel) -> list[Timing]:
             launch = Launch.of(lengths)
             timings.append(Timing(launch, size, slots, bound, cost.padded_us(launch, size, slots, bound)))
     return timings
-
-
-def test_the_default_cost_model_is_near_its_measurements() -> None:
-    for lengths, us in MEASURED:
-        assert H200_COST.exact_us(Launch.of(lengths)) == pytest.approx(us, rel=0.02)
-    padded = H200_COST.padded_us(Launch.of([4096]), 5120, 64, 5120)
-    assert padded == pytest.approx(14_800, rel=0.02)
-    fitted = CostModel.fit([timing(sum(n), sum(s * s for s in n), us) for n, us in MEASURED])
-    assert fitted.fixed_us == pytest.approx(H200_COST.fixed_us, rel=0.01)
-    assert fitted.us_per_patch == pytest.approx(H200_COST.us_per_patch, rel=0.01)
-    assert fitted.us_per_square == pytest.approx(H200_COST.us_per_square, rel=0.01)
-    assert fitted.us_per_slot_patch == 0.0
 
 
 @settings(deadline=None)
@@ -82,19 +60,6 @@ def test_a_fit_is_never_negative() -> None:
 def test_timings_without_a_fit_are_refused(samples: list[tuple[int, int, float]], message: str) -> None:
     with pytest.raises(ConfigurationError, match=re.escape(message)):
         CostModel.fit([timing(*sample) for sample in samples])
-
-
-def test_a_curve_follows_steps_that_a_line_cannot() -> None:
-    """Waves of tiles: time rises in steps, as a device's does at small sizes."""
-    true = CostModel(
-        0.0, 1.5, 2e-4, 1e-3, curve=((256, 1000.0), (1024, 1010.0), (4096, 8000.0), (16384, 25000.0))
-    )
-    timings = bucket_timings(true)
-    line = CostModel.fit(timings)
-    curve = line.with_curve(timings)
-    worst = [max(abs(model.relative_error(one)) for one in timings) for model in (line, curve)]
-    assert worst[0] > 0.15
-    assert worst[1] < worst[0] / 2
 
 
 @settings(deadline=None)

@@ -164,12 +164,7 @@ def test_every_ticket_comes_out_once_and_batches_keep_the_budget(
 
 
 @settings(deadline=None)
-@given(
-    st.integers(0, 10_000),
-    st.integers(10, 60),
-    st.integers(1, 6),
-    ladders,
-)
+@given(st.integers(0, 10_000), st.integers(10, 60), st.integers(1, 6), ladders)
 def test_no_item_starves_while_others_keep_coming(
     seed: int, max_patches: int, max_items: int, ladder: BucketLadder | None
 ) -> None:

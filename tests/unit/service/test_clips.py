@@ -14,26 +14,15 @@ import pytest
 import torch
 
 from encoder_service.clips import MAX_PIECES_AHEAD
-from encoder_service.errors import ClipTooLarge, InternalError, UndecodableClip, UnsupportedContent
+from encoder_service.errors import ClipTooLarge, InternalError
 from encoder_service.ingest.qwen_vl import QwenClips
 from encoder_service.ingest.settings import Normalisation, QwenVideoSettings, QwenVLSettings
 from encoder_service.ingest.video.clip import Clip
 from encoder_service.ingest.video.source import ClipLimits
 from encoder_service.store.arena import PROBE_BYTES
 from encoder_service.store.embedding_store import EmbeddingStore, Partition
-from encoder_service.types import (
-    CacheTier,
-    ClipFacts,
-    EncodedFile,
-    FrameArray,
-    FrameItem,
-    Grid,
-    Item,
-    Modality,
-    PreprocessOptions,
-)
+from encoder_service.types import CacheTier, ClipFacts, FrameArray, FrameItem, Grid, Item, Modality
 from tests.fakes import FakePreprocessor
-from tests.unit.ingest import clip_files
 from tests.unit.service.rig import Rig, check_released, image, memory_store, num_slots, running, until
 from tests.unit.store.arenas import device_arena, host_arena
 
@@ -217,48 +206,6 @@ async def test_a_clip_over_the_limit_of_patches_is_refused_with_both_numbers(rig
     item, _ = clip(41)
     with pytest.raises(ClipTooLarge, match=r"656 patches.*at most 640"):
         await rig.pipeline.encode(item)
-
-
-async def test_a_damaged_file_fails_alone(rig: Rig) -> None:
-    data = clip_files.encode(clip_files.moving(10))
-    broken = Item(Modality.VIDEO, EncodedFile(data[: len(data) // 2]))
-    good, colours = clip(5)
-    found, refused = await asyncio.gather(
-        rig.pipeline.encode(good), rig.pipeline.encode(broken), return_exceptions=True
-    )
-    assert isinstance(refused, UndecodableClip)
-    assert not isinstance(found, BaseException)
-    assert torch.equal(found.encoded.rows, rows_of(colours))
-    found.release()
-
-
-async def test_a_checkpoint_without_settings_of_clips_takes_none(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(FakePreprocessor, "clips", None)
-    with pytest.raises(UnsupportedContent, match="no settings for clips"):
-        await rig.pipeline.encode(clip(3)[0])
-
-
-async def test_p11_rate_and_timestamps_are_in_the_key(rig: Rig) -> None:
-    frames = torch.randint(0, 256, (8, SIDE, SIDE, 3), dtype=torch.uint8)
-    contents = [
-        FrameArray(frames, 2.0),
-        FrameArray(frames, 4.0),
-        FrameArray(frames),
-        FrameArray(frames, None, tuple(range(8))),
-        FrameArray(frames, None, tuple(2.0 * index for index in range(8))),
-    ]
-    items = [Item(Modality.VIDEO, content) for content in contents]
-    items.append(Item(Modality.VIDEO, contents[0], options=PreprocessOptions(max_frames=3)))
-    found = [await rig.pipeline.encode(item) for item in items]
-    assert len({each.encoded.key for each in found}) == len(items)
-    assert len({each.encoded.content_digest for each in found}) == 1
-    assert found[3].encoded.clip is not None
-    assert found[3].encoded.clip.timestamps_s == tuple(range(8))
-    assert found[-1].encoded.grid.t == 3
-    for each in found:
-        each.release()
 
 
 async def test_a_prefetched_clip_is_announced_with_its_rows(rig: Rig) -> None:

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from encoder_service.engine.jobs import EngineCounters
-from encoder_service.load import DeviceLoad, saturation
+from encoder_service.load import DeviceLoad
 from encoder_service.scheduler.admission import Admission
 from encoder_service.scheduler.buckets import Bucket, BucketLadder
 from encoder_service.scheduler.cost import CostModel
@@ -48,11 +48,3 @@ def test_nothing_is_left_of_items_that_ended_whatever_the_order() -> None:
         each.release()
         each.release()
     assert (load.admission.num_squares, load.queued_s) == (0, 0.0)
-
-
-def test_saturation_is_the_largest_share_and_at_most_one() -> None:
-    assert saturation(0.0, 0.0, 1.0, 0.0) == 0.0
-    assert saturation(0.2, 1.0, 1.0, 0.0) == 1.0
-    assert saturation(0.2, 0.0, 1.0, 1.0) == 1.0
-    assert saturation(0.2, 9.0, 1.0, 1.5) == 1.0
-    assert saturation(0.2, 0.6, 2.0, 0.1) == 0.3

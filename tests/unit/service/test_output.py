@@ -10,7 +10,6 @@ import torch
 
 from encoder_service.errors import Cancelled, DeadlineExceeded, DeviceFault, InternalError
 from encoder_service.pipeline import EncodeResult
-from encoder_service.store.copies import Copier
 from encoder_service.store.embedding_store import EmbeddingStore, Partition, Reservation
 from encoder_service.types import CacheTier
 from tests.unit.service.rig import Rig, check_released, image, num_slots, running, until
@@ -61,26 +60,6 @@ async def test_the_engine_writes_rows_into_their_slot(rig: Rig) -> None:
     assert rig.store.num_items("host") == 0
     for result in results:
         result.release()
-
-
-async def test_readers_without_a_gpu_get_the_same_rows_on_the_host(rig: Rig) -> None:
-    on_host = await rig.pipeline.ensure_tier(await encode(rig, 1), "", "host")
-    assert on_host.held.tier == "host"
-    assert torch.equal(on_host.encoded.rows, rows(1))
-    assert on_host.tier is CacheTier.MISS
-    on_host.release()
-
-
-async def test_rows_are_right_beyond_what_the_arenas_hold(rig: Rig) -> None:
-    held = []
-    for value in range(1, 20):
-        delivered = await encode(rig, value)
-        assert torch.equal(delivered.encoded.rows, rows(value))
-        held.append(delivered)
-    assert {delivered.held.tier for delivered in held} == {"device", "host", None}
-    for value, delivered in enumerate(held, 1):
-        assert torch.equal(delivered.encoded.rows, rows(value))
-        delivered.release()
 
 
 @pytest.mark.parametrize("waits_in", ["queue", "device"])
@@ -161,41 +140,6 @@ async def test_p21_a_slot_that_a_failed_device_may_still_write_is_never_used_aga
     rig.store.close()
 
 
-async def test_p36_a_fault_that_a_copy_finds_first_ends_service(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where everything asked for is resident, no batch finds it."""
-
-    def fail(self: Copier, pairs: object) -> None:
-        raise torch.AcceleratorError("CUDA error: unspecified launch failure")
-
-    rigs: list[Rig] = []
-    rigs.append(rig := Rig(tiered(rigs)))
-    delivered = await encode(rig, 1)
-    monkeypatch.setattr(Copier, "_copy_all", fail)
-    with pytest.raises(DeviceFault, match="unspecified launch failure"):
-        await rig.pipeline.ensure_tier(delivered, "", "host")
-    assert rig.engine.fault is not None
-    assert rig.engine.stop(10)
-    rig.workers.shutdown()
-    rig.store.close()
-
-
-async def test_a_copy_that_fails_by_itself_fails_its_reader_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(self: Copier, pairs: object) -> None:
-        raise MemoryError("no room for it")
-
-    rigs: list[Rig] = []
-    rigs.append(rig := Rig(tiered(rigs)))
-    delivered = await encode(rig, 1)
-    monkeypatch.setattr(Copier, "_copy_all", fail)
-    with pytest.raises(MemoryError):
-        await rig.pipeline.ensure_tier(delivered, "", "host")
-    monkeypatch.undo()
-    assert rig.engine.fault is None
-    (await rig.pipeline.ensure_tier(await encode(rig, 1), "", "host")).release()
-    await rig.end()
-    rig.store.close()
-
-
 async def test_a_store_that_fails_at_the_end_fails_its_item_and_leaves_no_caller_waiting(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -208,17 +152,3 @@ async def test_a_store_that_fails_at_the_end_fails_its_item_and_leaves_no_caller
     monkeypatch.setattr(EmbeddingStore, "commit", fail)
     with pytest.raises(InternalError, match="the store has a defect"):
         await asyncio.wait_for(encode(rig, 1), 10)
-
-
-async def test_a_long_queue_does_not_evict_what_is_asked_for(rig: Rig) -> None:
-    (await encode(rig, 1)).release()
-    rig.tower.gate.clear()
-    callers = [asyncio.ensure_future(encode(rig, value)) for value in range(2, 5)]
-    await until(lambda: len(rig.pipeline.inflight) == 3 and rig.fake.num_loads == 4)
-    again = await encode(rig, 1)
-    assert again.tier is CacheTier.DEVICE
-    again.release()
-    rig.tower.gate.set()
-    for value, result in enumerate(await asyncio.gather(*callers), 2):
-        assert torch.equal(result.encoded.rows, rows(value))
-        result.release()

@@ -298,21 +298,6 @@ async def test_a_grid_beyond_any_memory_is_too_large(rig: Rig) -> None:
         await rig.pipeline.encode(Item(Modality.IMAGE, pixels))
 
 
-async def test_p11_pixel_tensors_of_other_shape_or_source_never_share_a_key(rig: Rig) -> None:
-    flat = torch.ones(24, 4)
-    keys = {
-        (await rig.pipeline.encode(Item(Modality.IMAGE, content, digest))).encoded.key
-        for content, digest in (
-            (PixelValues(flat, Grid(1, 4, 6)), None),
-            (PixelValues(flat, Grid(1, 6, 4)), None),
-            (PixelValues(flat, Grid(1, 4, 6)), bytes(32)),
-            (PixelValues(flat, Grid(1, 6, 4)), bytes(32)),
-            (EncodedFile(fake_image(4, 6)), bytes(32)),
-        )
-    }
-    assert len(keys) == 5
-
-
 async def test_p37_draining_refuses_new_work_finishes_old_and_still_serves_what_is_held(rig: Rig) -> None:
     await rig.pipeline.encode(image(1))
     rig.fake.gate.clear()

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from encoder_service.store.arena import PROBE_BYTES, Arena
-from encoder_service.store.embedding_store import EmbeddingStore, Partition, PinnedRows
+from encoder_service.store.embedding_store import EmbeddingStore, Location, Partition, PinnedRows, Reservation
 from encoder_service.store.host_memory import HostMemory
 from encoder_service.types import ClipFacts, EncodedItem, Grid
 
@@ -78,6 +78,12 @@ def expected(name: int, num_rows: int = NUM_ROWS, clip: ClipFacts | None = None)
     return EncodedItem(key_of(name), bytes(32), Grid(1, 4, 4), rows, 1, clip)
 
 
+def reserve(store: EmbeddingStore, item: EncodedItem, namespace: str = "") -> Reservation:
+    reservation = store.reserve(namespace, item)
+    assert reservation is not None
+    return reservation
+
+
 def land(store: EmbeddingStore, name: int, namespace: str = "", num_rows: int = NUM_ROWS) -> bool:
     """Does what the engine and the pipeline do. False if there is no room."""
     reservation = store.reserve(namespace, expected(name, num_rows))
@@ -92,6 +98,13 @@ def hold(store: EmbeddingStore, name: int, namespace: str = "") -> PinnedRows:
     held = store.hold(namespace, key_of(name))
     assert held is not None
     return held
+
+
+def announce(store: EmbeddingStore, name: int) -> Location:
+    held = hold(store, name)
+    location = held.announce()
+    held.drop()
+    return location
 
 
 async def settle(store: EmbeddingStore) -> None:

@@ -166,17 +166,6 @@ def test_a_slot_is_published_once(arena: Arena) -> None:
 # Descriptors and importers
 
 
-def test_the_probe_matches_and_a_wrong_read_does_not(arena: Arena) -> None:
-    with reader_of(arena) as reader:
-        probe = reader.header.probe
-        assert probe == arena.probe
-        assert (probe.offset_bytes, probe.num_bytes) == (0, PROBE_BYTES)
-        data = reader.data[:PROBE_BYTES]
-        assert probe.matches(data)
-        assert not probe.matches(data[:-1])
-        assert not probe.matches(bytes(PROBE_BYTES))
-
-
 def test_no_descriptor_lets_an_importer_write_or_resize(arena: Arena) -> None:
     sizes = arena.size_bytes, arena.page.size_bytes, arena.directory.size_bytes
     for exported, size_bytes in zip(arena.export_all(), sizes, strict=True):
@@ -253,25 +242,6 @@ def test_readers_see_the_close_and_views_stay_valid() -> None:
         assert bool((view == 9).all())
         # The importer's own mapping outlives the exporter's.
         assert set(reader.data[slot.offset_bytes : slot.offset_bytes + 100]) == {9}
-
-
-def test_private_memory_is_not_exported_and_costs_nothing_before_it_is_written() -> None:
-    arena = Arena(HostMemory(1 << 30, is_exported=False), max_slots=4)
-    slot = slot_of(arena, 1000)
-    assert not arena.view(slot, (1000,), torch.uint8).any()
-    descriptors = len(os.listdir("/proc/self/fd"))
-    with pytest.raises(InternalError, match="private"):
-        arena.export_all()
-    assert len(os.listdir("/proc/self/fd")) == descriptors
-    arena.close()
-
-
-def test_publishing_after_the_end_is_refused() -> None:
-    arena = Arena(HostMemory(SIZE), max_slots=1)
-    slot = slot_of(arena, 1)
-    arena.close()
-    with pytest.raises(InternalError, match="slot 0 cannot be published, its arena is closed"):
-        arena.publish(slot)
 
 
 def num_mappings() -> int:

@@ -19,10 +19,12 @@ from tests.reference_reader import reader_of
 from tests.unit.store.arenas import (
     ITEM_BYTES,
     Clock,
+    announce,
     expected,
     hold,
     key_of,
     land,
+    reserve,
     rows_of,
     settle,
     store_of,
@@ -72,15 +74,13 @@ async def store(clock: Clock) -> AsyncIterator[EmbeddingStore]:
 
 
 async def test_rows_are_found_as_they_were_written(host_only: EmbeddingStore) -> None:
-    reservation = host_only.reserve("", expected(1, clip=ClipFacts((0.5,))))
-    assert reservation is not None
+    reservation = reserve(host_only, expected(1, clip=ClipFacts((0.5,))))
     assert host_only.peek("", key_of(1)) is None, "not before they are complete"
     reservation.destination.copy_(rows_of(1))
     held = host_only.commit(reservation)
     assert held.tier == "host"
     assert held.item.clip == ClipFacts((0.5,))
-    found = host_only.hold("", key_of(1))
-    assert found is not None
+    found = hold(host_only, 1)
     assert torch.equal(found.item.rows, rows_of(1))
     assert host_only.hold("other", key_of(1)) is None, "a namespace sees its own entries only"
     for rows in (held, found):
@@ -91,9 +91,7 @@ async def test_rows_are_found_as_they_were_written(host_only: EmbeddingStore) ->
 async def test_the_least_recently_used_rows_are_evicted(host_only: EmbeddingStore) -> None:
     for name in range(4):
         land(host_only, name)
-    used = host_only.hold("", key_of(0))
-    assert used is not None
-    used.drop()
+    hold(host_only, 0).drop()
     land(host_only, 4)
     assert resident(host_only, range(5)) == [0, 2, 3, 4]
     assert host_only.num_evictions == 1
@@ -125,9 +123,7 @@ async def test_reservations_take_half_of_an_arena_together(host_only: EmbeddingS
     """A long queue does not evict everything; one item alone may be larger."""
     for name in range(4):
         land(host_only, name)
-    first, second = host_only.reserve("", expected(5)), host_only.reserve("", expected(6))
-    assert first is not None
-    assert second is not None
+    first, second = reserve(host_only, expected(5)), reserve(host_only, expected(6))
     assert host_only.reserve("", expected(7)) is None
     host_only.cancel(first)
     host_only.cancel(second)
@@ -136,8 +132,7 @@ async def test_reservations_take_half_of_an_arena_together(host_only: EmbeddingS
 
 async def test_no_slot_is_used_again_after_a_device_fault(host_only: EmbeddingStore) -> None:
     land(host_only, 1)
-    reservation = host_only.reserve("", expected(2))
-    assert reservation is not None
+    reservation = reserve(host_only, expected(2))
     host_only.abandon(reservation)
     ((_, arena),) = host_only.arenas()
     assert len(arena) == 2, "the slot stays taken"
@@ -147,24 +142,11 @@ async def test_no_slot_is_used_again_after_a_device_fault(host_only: EmbeddingSt
     held.drop()
 
 
-async def test_the_same_key_again_replaces_the_rows(host_only: EmbeddingStore) -> None:
-    land(host_only, 1)
-    before = hold(host_only, 1)
-    land(host_only, 1, num_rows=2)
-    assert host_only.num_items("host") == 1
-    after = hold(host_only, 1)
-    assert after.item.rows.shape[0] == 2
-    assert torch.equal(before.item.rows, rows_of(1)), "held rows stay"
-    before.drop()
-    after.drop()
-
-
 async def test_rows_outlive_the_store_while_a_tensor_refers_to_them() -> None:
     store = store_of(4)
     land(store, 1)
     held = hold(store, 1)
-    reservation = store.reserve("", expected(2))
-    assert reservation is not None
+    reservation = reserve(store, expected(2))
     store.close()
     with pytest.raises(Draining):
         store.commit(reservation)
@@ -183,9 +165,7 @@ async def test_p21_announced_rows_that_nobody_has_read_are_evicted_last(
     for name in range(4):
         land(host_only, name)
     for name in (1, 0):
-        held = hold(host_only, name)
-        held.announce()
-        held.drop()
+        announce(host_only, name)
         clock.now_s += 1
     assert host_only.num_unread() == 2
     land(host_only, 4, num_rows=8)
@@ -203,9 +183,7 @@ async def test_p21_announced_rows_that_nobody_has_read_are_evicted_last(
 async def test_p21_a_read_ends_the_protection(host_only: EmbeddingStore) -> None:
     for name in range(4):
         land(host_only, name)
-    held = hold(host_only, 0)
-    location = held.announce()
-    held.drop()
+    location = announce(host_only, 0)
     host_only.touch("", key_of(0), location.generation + 2)
     host_only.touch("other", key_of(0), location.generation)
     assert host_only.num_unread() == 1, "another generation, another namespace"
@@ -221,9 +199,7 @@ async def test_p21_a_read_ends_the_protection(host_only: EmbeddingStore) -> None
 async def test_p21_the_protection_ends_with_its_time(host_only: EmbeddingStore, clock: Clock) -> None:
     """A reader that died leaves nothing behind."""
     land(host_only, 0)
-    held = hold(host_only, 0)
-    held.announce()
-    held.drop()
+    announce(host_only, 0)
     for name in range(1, 4):
         land(host_only, name)
     clock.now_s += ANNOUNCED_PROTECTION_S
@@ -252,42 +228,17 @@ async def test_a_location_names_the_rows(host_only: EmbeddingStore) -> None:
     assert host_only.max_announced_bytes("device") == 0
 
 
-async def test_clips_with_timestamps_have_a_location_and_no_listing(host_only: EmbeddingStore) -> None:
-    reservation = host_only.reserve("", expected(1, clip=ClipFacts((0.5, 1.0))))
-    assert reservation is not None
-    held = host_only.commit(reservation)
-    ((_, arena),) = host_only.arenas()
-    assert len(arena.directory) == 0
-    assert held.announce().generation % 2 == 1
-    held.drop()
-
-
 # -- two tiers -------------------------------------------------------------------------------------------
 
 
 async def test_the_engine_writes_to_the_device_and_else_to_the_host(store: EmbeddingStore) -> None:
-    first = store.reserve("", expected(1))
-    assert first is not None
-    second = store.reserve("", expected(2, num_rows=32))
-    assert second is not None
+    first = reserve(store, expected(1))
+    second = reserve(store, expected(2, num_rows=32))
     for reservation, tier in ((first, "device"), (second, "host")):
         reservation.destination.fill_(1.0)
         held = store.commit(reservation)
         assert held.tier == tier
         held.drop()
-
-
-async def test_rows_that_are_evicted_next_are_on_the_host_by_then(store: EmbeddingStore) -> None:
-    for name in range(12):
-        assert land(store, name)
-        await settle(store)
-    for name in range(12):
-        held = hold(store, name)
-        assert torch.equal(held.item.rows, rows_of(name))
-        assert held.tier == ("device" if name >= 8 else "host")
-        held.drop()
-    assert store.counters.copies_to_host >= 8
-    assert store.num_evictions == 8
 
 
 async def test_rows_with_a_copy_on_the_host_are_evicted_first(
@@ -311,9 +262,7 @@ async def test_p21_announced_rows_on_the_device_are_evicted_after_rows_that_only
     for name in range(4):
         land(store, name)
     for name in (0, 1):
-        held = hold(store, name)
-        held.announce()
-        held.drop()
+        announce(store, name)
     (await store.ensure_tier(hold(store, 1), "", "host")).drop()
     for name in (2, 3):
         hold(store, name).drop()  # used later than 0 and 1
@@ -332,18 +281,6 @@ async def test_a_reader_without_a_gpu_gets_the_rows_on_the_host(store: Embedding
     assert again.item.rows.data_ptr() == held.item.rows.data_ptr()
     assert store.counters.copies_to_host == copies
     again.drop()
-    held.drop()
-
-
-async def test_a_reader_on_a_gpu_gets_the_rows_back(store: EmbeddingStore) -> None:
-    for name in range(6):
-        land(store, name)
-        await settle(store)
-    assert not on_device(store, 0)
-    held = await store.ensure_tier(hold(store, 0), "", "device")
-    assert held.tier == "device"
-    assert torch.equal(held.item.rows, rows_of(0))
-    assert store.counters.copies_to_device == 1
     held.drop()
 
 
@@ -497,22 +434,6 @@ async def test_a_reader_that_leaves_does_not_end_its_private_copy(monkeypatch: p
     copies.go_on.set()
     await settle(store)
     assert sorted(map(device.num_holders, device.slots())) == [1, 1]
-    blocking.drop()
-    store.close()
-
-
-async def test_a_failed_private_copy_is_given_to_no_reader(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = store_of(1, 4)
-    for name in range(2):
-        land(store, name)
-    await settle(store)
-    blocking = await store.ensure_tier(hold(store, 1), "", "host")
-    fail_copies(monkeypatch)
-    with pytest.raises(RuntimeError) as first:
-        await store.ensure_tier(hold(store, 0), "", "host")
-    with pytest.raises(RuntimeError):
-        await store.ensure_tier(hold(store, 0), "", "host")
-    del first
     blocking.drop()
     store.close()
 

@@ -34,22 +34,6 @@ def test_without_a_broker_the_store_is_private(tmp_path: Path) -> None:
     store.close()
 
 
-def test_p18_isolated_namespaces_have_arenas_of_their_sizes(tmp_path: Path) -> None:
-    store = opened(
-        tmp_path,
-        broker_path=str(tmp_path / "s"),
-        arena_bytes=2 * MIB,
-        isolated_namespaces="a=1048576,b=3145728",
-        tokens_file="tokens",
-    )
-    sizes = {namespace: arena.size_bytes for namespace, arena in store.arenas()}
-    assert sizes == {None: 2 * MIB, "a": MIB, "b": 3 * MIB}
-    for _, arena in store.arenas():
-        for descriptor in arena.export_all():
-            os.close(descriptor)
-    store.close()
-
-
 def memory_files() -> int:
     """Open descriptors of memory without a name, as arenas have."""
     num_files = 0

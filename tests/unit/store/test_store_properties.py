@@ -58,7 +58,9 @@ async def test_p14_p17_p18_p21_random_operations(seed: int) -> None:
             case 6 if held:
                 rows, content, space = held.pop(chance.randrange(len(held)))
                 tiers: tuple[TierName, ...] = ("host", "device")
-                rows = await store.ensure_tier(rows, space, chance.choice(tiers))
+                tier_name = chance.choice(tiers)
+                rows = await store.ensure_tier(rows, space, tier_name)
+                assert tier_name == "device" or rows.tier in ("host", None), "a device's rows for the host"
                 held.append((rows, content, space))
             case 7 if held:
                 rows, _, space = chance.choice(held)

@@ -30,9 +30,7 @@ def bounds_of(
     """Bounds of sequences followed by ``empty`` slots that repeat the last bound."""
     cu_seqlens = [0, *accumulate(seqlens), *[sum(seqlens)] * empty]
     return Bounds(
-        torch.tensor(cu_seqlens, dtype=torch.int32, device=device),
-        tuple(seqlens),
-        max_seqlen or max(seqlens),
+        torch.tensor(cu_seqlens, dtype=torch.int32, device=device), tuple(seqlens), max_seqlen or max(seqlens)
     )
 
 

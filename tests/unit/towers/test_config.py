@@ -35,13 +35,9 @@ def kimi_in_reference_spelling(size: str) -> dict[str, Any]:
 
 
 def changed(family: str, path: str, value: object) -> dict[str, Any]:
-    """A tiny config with one value, named by its dotted path, replaced."""
+    """A tiny config with one value replaced; one of vision_config begins with a dot."""
     config = copy.deepcopy(config_for(family, "tiny"))
-    *parents, name = path.split(".")
-    target = config
-    for parent in parents:
-        target = target[parent]
-    target[name] = value
+    (config["vision_config"] if path.startswith(".") else config)[path.lstrip(".")] = value
     return config
 
 
@@ -58,17 +54,17 @@ def test_every_model_type_has_a_family(model_type: str) -> None:
 
 
 def test_qwen3_5_ignores_deepstack_of_its_config() -> None:
-    _, config = parse_config(changed("qwen3_5", "vision_config.deepstack_visual_indexes", [1, 2]))
+    _, config = parse_config(changed("qwen3_5", ".deepstack_visual_indexes", [1, 2]))
     assert isinstance(config, QwenVisionConfig)
     assert config.deepstack_visual_indexes == ()
 
 
 def test_rope_theta_and_projector_eps_come_from_the_file() -> None:
     _, config = parse_config(
-        changed("qwen3_vl", "vision_config.rope_parameters", {"rope_theta": 500.0, "rope_type": "axial"})
+        changed("qwen3_vl", ".rope_parameters", {"rope_theta": 500.0, "rope_type": "axial"})
     )
     assert config.rope_theta == 500.0
-    _, config = parse_config(changed("kimi_k25", "vision_config.projector_ln_eps", 1e-3))
+    _, config = parse_config(changed("kimi_k25", ".projector_ln_eps", 1e-3))
     assert isinstance(config, MoonViTConfig)
     assert config.projector_eps == 1e-3
 
@@ -81,41 +77,26 @@ def test_rope_theta_and_projector_eps_come_from_the_file() -> None:
         ("qwen3_vl", "model_type", ["qwen3_vl"], "needs one of qwen3_vl"),
         ("qwen3_vl", "vision_config", None, "config.json lacks vision_config"),
         ("qwen3_vl", "vision_config", [1], "vision_config = [1], needs an object"),
-        ("qwen3_vl", "vision_config.depth", None, "vision_config, lacks depth or num_hidden_layers"),
-        (
-            "qwen3_vl",
-            "vision_config.depth",
-            0,
-            "depth or num_hidden_layers = 0, needs an integer of at least 1",
-        ),
-        ("qwen3_vl", "vision_config.depth", True, "num_hidden_layers = True"),
-        ("qwen3_vl", "vision_config.hidden_size", "1152", "hidden_size = '1152'"),
-        ("qwen3_vl", "vision_config.hidden_act", "silu", "hidden_act = 'silu', needs 'gelu_pytorch_tanh'"),
-        (
-            "qwen3_vl",
-            "vision_config.num_position_embeddings",
-            255,
-            "num_position_embeddings = 255, needs a square number",
-        ),
-        ("qwen3_vl", "vision_config.out_hidden_size", 96, "are 96 wide, text_config.hidden_size is 64"),
-        ("qwen3_vl", "vision_config.num_heads", 5, "5 heads over hidden_size 64"),
-        ("qwen3_vl", "vision_config.num_heads", 32, "32 heads over hidden_size 64"),
-        ("qwen3_vl", "vision_config.deepstack_visual_indexes", [2, 1], "needs ascending block numbers"),
-        ("qwen3_vl", "vision_config.deepstack_visual_indexes", [1, 4], "below depth 4"),
-        ("qwen3_vl", "vision_config.deepstack_visual_indexes", None, "deepstack_visual_indexes = None"),
-        ("qwen3_vl", "vision_config.rope_parameters", {"rope_type": "yarn"}, "rope_type = 'yarn'"),
-        ("kimi_k25", "vision_config.vt_hidden_size", None, "lacks vt_hidden_size or hidden_size"),
-        ("kimi_k25", "vision_config.merge_type", "sd2", "merge_type = 'sd2', needs 'sd2_tpool'"),
-        ("kimi_k25", "vision_config.video_attn_type", "spatial", "video_attn_type = 'spatial'"),
-        ("kimi_k25", "vision_config.merge_kernel_size", [2, 1], "merge_kernel_size = [2, 1]"),
-        ("kimi_k25", "vision_config.mm_hidden_size", 32, "input width is 32, needs the tower's 64"),
-        ("kimi_k25", "vision_config.text_hidden_size", 32, "are 32 wide, text_config.hidden_size is 64"),
-        (
-            "kimi_k25",
-            "vision_config.projector_ln_eps",
-            0,
-            "projector_ln_eps or projection_layer_norm_eps = 0",
-        ),
+        ("qwen3_vl", ".depth", None, "vision_config, lacks depth or num_hidden_layers"),
+        ("qwen3_vl", ".depth", 0, "depth or num_hidden_layers = 0, needs an integer of at least 1"),
+        ("qwen3_vl", ".depth", True, "num_hidden_layers = True"),
+        ("qwen3_vl", ".hidden_size", "1152", "hidden_size = '1152'"),
+        ("qwen3_vl", ".hidden_act", "silu", "hidden_act = 'silu', needs 'gelu_pytorch_tanh'"),
+        ("qwen3_vl", ".num_position_embeddings", 255, "embeddings = 255, needs a square number"),
+        ("qwen3_vl", ".out_hidden_size", 96, "are 96 wide, text_config.hidden_size is 64"),
+        ("qwen3_vl", ".num_heads", 5, "5 heads over hidden_size 64"),
+        ("qwen3_vl", ".num_heads", 32, "32 heads over hidden_size 64"),
+        ("qwen3_vl", ".deepstack_visual_indexes", [2, 1], "needs ascending block numbers"),
+        ("qwen3_vl", ".deepstack_visual_indexes", [1, 4], "below depth 4"),
+        ("qwen3_vl", ".deepstack_visual_indexes", None, "deepstack_visual_indexes = None"),
+        ("qwen3_vl", ".rope_parameters", {"rope_type": "yarn"}, "rope_type = 'yarn'"),
+        ("kimi_k25", ".vt_hidden_size", None, "lacks vt_hidden_size or hidden_size"),
+        ("kimi_k25", ".merge_type", "sd2", "merge_type = 'sd2', needs 'sd2_tpool'"),
+        ("kimi_k25", ".video_attn_type", "spatial", "video_attn_type = 'spatial'"),
+        ("kimi_k25", ".merge_kernel_size", [2, 1], "merge_kernel_size = [2, 1]"),
+        ("kimi_k25", ".mm_hidden_size", 32, "input width is 32, needs the tower's 64"),
+        ("kimi_k25", ".text_hidden_size", 32, "are 32 wide, text_config.hidden_size is 64"),
+        ("kimi_k25", ".projector_ln_eps", 0, "projector_ln_eps or projection_layer_norm_eps = 0"),
     ],
 )
 def test_what_no_tower_implements_is_refused_by_name(

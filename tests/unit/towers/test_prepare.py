@@ -50,16 +50,6 @@ def test_p33_nan_pixels_of_one_item_reach_no_other_item(tower: Tower) -> None:
         start += grid.num_patches
 
 
-def test_forward_reads_no_value_on_the_host(tower: Tower) -> None:
-    """On the meta device there are no values: .item(), .tolist() and data-dependent shapes raise."""
-    inputs = tower.prepare(MIXED).with_pixels(random_pixels(tower, MIXED, seed=3))
-    expected = tower(inputs).shape
-    meta = torch.device("meta")
-    rows = tower.to(meta)(inputs.to(meta))
-    assert rows.is_meta
-    assert rows.shape == expected == (sum(tower.num_rows(grid) for grid in MIXED), tower.width)
-
-
 @pytest.mark.parametrize(
     ("grid", "figures"),
     [

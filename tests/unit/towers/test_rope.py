@@ -4,12 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from encoder_service.towers.rope import (
-    inverse_frequencies,
-    permute_pairs,
-    rotary_tables,
-    rotate,
-)
+from encoder_service.towers.rope import inverse_frequencies, permute_pairs, rotary_tables, rotate
 
 NUM_HEADS, HEAD_DIM = 3, 24
 ROWS = torch.tensor([0, 0, 1, 5, 511])

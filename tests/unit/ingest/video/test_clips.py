@@ -25,7 +25,7 @@ from encoder_service.ingest.registry import load_preprocessor
 from encoder_service.ingest.resize import resize_and_pad
 from encoder_service.ingest.video.av_file import AvFile, Run
 from encoder_service.ingest.video.source import ClipLimits
-from encoder_service.types import EncodedFile, FrameArray, Grid, Modality, PreprocessOptions
+from encoder_service.types import EncodedFile, FrameArray, Modality, PreprocessOptions
 from tests.unit.ingest import clip_files
 
 LIMITS = DecodeLimits(max_encoded_bytes=1 << 26, max_image_pixels=1 << 24)
@@ -143,27 +143,6 @@ def test_more_frames_than_are_taken_are_refused_with_both_numbers(tmp_path: Path
     assert rules is not None
     with pytest.raises(ClipTooLarge, match="5 frames of the clip would be taken, the limit is 3"):
         rules.open(FrameArray(frames(5), 2.0), PLAIN)
-
-
-def test_kimi_takes_every_frame_of_a_clip_slower_than_its_rate(tmp_path: Path) -> None:
-    rules = load(tmp_path, "kimi_k25").clips
-    assert rules is not None
-    clip = rules.open(FrameArray(frames(5), 0.5), PLAIN)
-    assert clip.plan.indices == (0, 1, 2, 3, 4)
-    assert clip.plan.timestamps_s == (0.0, 2.0, 4.0, 6.0, 8.0)
-    assert [grid.t for grid in clip.plan.chunk_grids] == [4, 1]
-
-
-def test_a_closed_clip_gives_nothing_more(tmp_path: Path) -> None:
-    rules = load(tmp_path, "qwen3_vl").clips
-    assert rules is not None
-    clip = rules.open(FrameArray(frames(8), 2.0), PLAIN)
-    assert clip.plan.grid.t == 4
-    pieces = clip.pieces(1)
-    assert next(pieces).grid == Grid(1, *clip.plan.grid[1:])
-    clip.close()
-    assert list(pieces) == []
-    clip.close()
 
 
 @pytest.mark.parametrize("kind", ["h264.mp4", "gif.gif"])

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
-from typing import Any
 
 import av
 import numpy as np
@@ -13,7 +11,7 @@ import pytest
 from encoder_service.config import Settings
 from encoder_service.errors import ClipTooLarge, UndecodableClip
 from encoder_service.ingest.video import av_file
-from encoder_service.ingest.video.av_file import AvFile, PacketFact, Run, plan_runs
+from encoder_service.ingest.video.av_file import AvFile, PacketFact
 from encoder_service.ingest.video.clip import open_source
 from encoder_service.ingest.video.source import ClipLimits, clip_limits
 from tests.unit.ingest import clip_files
@@ -47,58 +45,24 @@ def test_a_clip_that_takes_more_pixels_is_refused_before_they_are_decoded(kind: 
     clip.close()
 
 
-def test_frames_that_are_skipped_by_seeking_do_not_count() -> None:
-    data = clip_files.encode(clip_files.moving(300), key_every=10, b_frames=0)
-    clip = opened(data, ClipLimits())
-    inner, fed = clip._seek, 0
-
-    def counted(run: Run) -> Iterator[Any]:
-        nonlocal fed
-        for packet in inner(run):
-            fed += packet is not None
-            yield packet
-
-    clip._seek = counted  # type: ignore[method-assign]
-    indices = [0, 155, 290]
-    assert len(list(clip.frames(indices))) == 3
-    clip.close()
-    assert 3 <= fed < 20
-
-    clip = opened(data, within(fed))
-    assert len(list(clip.frames(indices))) == 3
-    clip.close()
-    clip = opened(data, within(fed, less=1))
-    with pytest.raises(ClipTooLarge, match=f"takes {fed} frames"):
-        clip.frames(indices)
-    clip.close()
-
-
-@pytest.mark.parametrize("is_allowed", [False, True])
-def test_reading_from_the_beginning_after_all_counts_as_well(is_allowed: bool) -> None:
-    """Of a file whose key frames are none to start at, little is planned and all is decoded."""
-    data = clip_files.encode(clip_files.moving(60), "mpeg4.mp4", key_every=10)
-    clip = opened(data, ClipLimits())
-    (run,) = plan_runs(clip._packets, [clip._shown[45]])
-    planned = run.last - run.first + 1
-    assert planned < 20
-    clip.close()
-
-    clip = opened(data, within(planned + 46, less=not is_allowed))
-    inner = clip._decode_run
-
-    def failing(run: Run) -> Iterator[Any]:
-        if run.first:
-            raise UndecodableClip("leans on what is not there")
-        return inner(run)
-
-    clip._decode_run = failing  # type: ignore[method-assign]
-    frames = clip.frames([45])
-    if is_allowed:
-        assert len(list(frames)) == 1
-    else:
-        with pytest.raises(ClipTooLarge, match=f"takes {planned + 46} frames"):
-            next(frames)
-    clip.close()
+@pytest.mark.parametrize(
+    ("kind", "width", "every", "indices", "counted"),
+    [
+        ("h264.mp4", 64, 10, [0, 55, 110], 1 + 6 + 1),  # what is skipped by seeking does not count
+        # Of a file whose marks are none to start at, 6 are planned, and all are read from the beginning.
+        ("refreshed.mp4", 128, 60, [125], 6 + 126),
+    ],
+)
+def test_what_is_decoded_counts(kind: str, width: int, every: int, indices: list[int], counted: int) -> None:
+    data = clip_files.encode(clip_files.moving(140, 48, width), kind, key_every=every, b_frames=0)
+    for less in (0, 1):
+        clip = opened(data, ClipLimits(max_decoded_pixels=counted * 48 * width - less))
+        if less:
+            with pytest.raises(ClipTooLarge, match=f"takes {counted} frames"):
+                list(clip.frames(indices))
+        else:
+            assert len(list(clip.frames(indices))) == len(indices)
+        clip.close()
 
 
 def test_frames_between_that_are_larger_than_counted_fail_the_clip() -> None:

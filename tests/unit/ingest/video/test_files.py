@@ -18,47 +18,6 @@ from tests.unit.ingest.clip_files import frames_of
 LIMITS = ClipLimits()
 
 
-@pytest.mark.parametrize("threads", [1, 2, 8])
-@pytest.mark.parametrize("kind", clip_files.KINDS)
-def test_any_frames_of_any_kind_are_those_of_reading_it_through(kind: str, threads: int) -> None:
-    count = random.randint(25, 45)
-    key_every = None if kind == "gif.gif" else random.choice([1, 5, 12])
-    data = clip_files.encode(clip_files.moving(count), kind, key_every=key_every, fps=20)
-    expected = clip_files.decoded(data)
-    clip = open_source(data, ClipLimits(decode_threads=threads))
-    assert (clip.header.num_frames, clip.header.height, clip.header.width) == expected.shape[:3]
-    assert clip.header.fps == pytest.approx(20)
-    for _ in range(4):
-        indices = sorted(random.sample(range(count), random.randint(1, 9)))
-        assert np.array_equal(np.stack([frame.numpy() for frame in clip.frames(indices)]), expected[indices])
-    clip.close()
-    clip.close()
-
-
-def test_variable_rates_count_frames_and_give_the_average() -> None:
-    """As the reference does: frames are addressed in the order they are shown, at the average rate."""
-    pts_ms = [0, 40, 50, 400, 420, 900, 1000, 1600, 1610, 1620, 2500, 2900]
-    for kind in ("h264.mp4", "h264.mkv"):
-        data = clip_files.encode(clip_files.moving(12), kind, pts=pts_ms, fps=25)
-        clip = open_source(data, LIMITS)
-        assert clip.header.num_frames == 12
-        assert 11 / 2.9 < clip.header.fps + 1e-6 < 12 / 2.9
-        assert np.array_equal(frames_of(data), clip_files.decoded(data))
-
-
-def test_a_turned_clip_has_the_sides_that_are_shown() -> None:
-    """Its frames: tests/parity."""
-    data = clip_files.patched_matrix(clip_files.encode(clip_files.moving(2, 48, 64)), (0, 1, -1, 0))
-    header = open_source(data, LIMITS).header
-    assert (header.height, header.width) == (64, 48)
-
-
-def test_sound_beside_the_pictures_is_ignored() -> None:
-    frames = clip_files.moving(15)
-    data = clip_files.encode(frames, audio=True)
-    assert np.array_equal(frames_of(data), clip_files.decoded(data))
-
-
 # What is refused
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import random
 import struct
-from collections.abc import Callable
 from typing import Any
 
 import av
@@ -17,23 +15,10 @@ from encoder_service.ingest.video.boxes import check_tables
 from encoder_service.ingest.video.clip import open_source
 from encoder_service.ingest.video.source import ClipLimits
 from tests.unit.ingest import clip_files
-from tests.unit.ingest.clip_files import frames_of
+from tests.unit.ingest.clip_files import boxes, frames_of, trimmed
 
 LIMITS = ClipLimits()
 MANY = 4_000_001
-TREE = (b"moov", b"trak", b"mdia", b"minf", b"stbl", b"edts", b"moof", b"traf")
-
-
-def boxes(data: bytes, change: Callable[[bytes, bytes], bytes]) -> bytes:
-    """The file with every box's body passed through ``change(kind, body)``."""
-    out, start = b"", 0
-    while start < len(data):
-        size, kind = struct.unpack_from(">I4s", data, start)
-        body = data[start + 8 : start + size]
-        body = change(kind, boxes(body, change) if kind in TREE else body)
-        out += struct.pack(">I4s", len(body) + 8, kind) + body
-        start += size
-    return out
 
 
 def replaced(bodies: dict[bytes, bytes], data: bytes | None = None) -> bytes:
@@ -244,69 +229,9 @@ def test_frames_above_the_limit_are_not_decoded_to_learn_of_them(
     assert opened == ["none"]
 
 
-@pytest.mark.parametrize("kind", ["h264.mp4", "h264.mkv"])
-def test_any_frames_of_open_groups_of_pictures(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Frames behind a key frame that lean on ones before it: decoding cannot begin at every key frame."""
-    container, codec, _ = clip_files.CODECS[kind]
-    options = {"x264-params": "open-gop=1:b-pyramid=normal:bframes=5:b-adapt=0:scenecut=0"}
-    monkeypatch.setitem(clip_files.CODECS, kind, (container, codec, options))
-    data = clip_files.encode(clip_files.moving(60), kind, key_every=9)
-    expected = clip_files.decoded(data)
-    for threads in (1, 2, 8):
-        for count in (1, 2, 5, 20):
-            indices = sorted(random.sample(range(60), count))
-            found = frames_of(data, indices, ClipLimits(decode_threads=threads))
-            assert np.array_equal(found, expected[indices]), indices
-
-
-def trimmed(first: int, count: int, b_frames: int | None, kind: str = "h264.mp4") -> bytes:
-    """30 frames, a key frame every tenth, of which an edit list shows ``count`` from ``first`` on."""
-    data = clip_files.encode(clip_files.moving(30), kind, key_every=10, b_frames=b_frames)
-    found: dict[bytes, bytes] = {}
-
-    def note(kind: bytes, body: bytes) -> bytes:
-        found[kind] = body
-        return body
-
-    boxes(data, note)
-    (ticks,), (movie_ticks,) = (struct.unpack_from(">I", found[kind], 12) for kind in (b"mdhd", b"mvhd"))
-    (start,) = struct.unpack_from(">i", found[b"elst"], 12)
-    edit = count * movie_ticks // 30, start + first * ticks // 30, 1 << 16
-    return replaced({b"elst": struct.pack(">IIIiI", 0, 1, *edit)}, data)
-
-
-@pytest.mark.parametrize("b_frames", [0, 2])
-@pytest.mark.parametrize(("first", "count"), [(0, 12), (3, 27), (7, 20), (10, 20), (13, 10), (25, 5)])
-def test_a_clip_that_was_trimmed_shows_what_its_edit_list_leaves(
-    first: int, count: int, b_frames: int
-) -> None:
-    """As phones and editors trim: the file keeps all samples, of which some are decoded and never shown."""
-    data = trimmed(first, count, b_frames)
-    expected = clip_files.decoded(data)
-    assert len(expected) == count
-    clip = open_source(data, LIMITS)
-    assert (clip.header.num_frames, clip.header.fps) == (count, pytest.approx(30))
-    for wanted in (list(range(count)), [0], [count - 1], sorted(random.sample(range(count), 3))):
-        found = np.stack([frame.numpy() for frame in clip.frames(wanted)])
-        assert np.array_equal(found, expected[wanted]), wanted
-    clip.close()
-
-
-@pytest.mark.parametrize(("first", "count"), [(12, 18), (16, 5), (22, 8), (27, 1)])
-def test_a_clip_that_was_trimmed_to_an_open_group_of_pictures(
-    first: int, count: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It begins with a key frame whose followers, all hidden, lean on frames that were cut away."""
-    options = {"x264-params": "open-gop=1:b-pyramid=normal:bframes=5:b-adapt=0:scenecut=0"}
-    monkeypatch.setitem(clip_files.CODECS, "open.mp4", ("mp4", "libx264", options))
-    data = trimmed(first, count, None, "open.mp4")
-    expected = clip_files.decoded(data)
-    assert np.array_equal(frames_of(data, range(count)), expected)
-
-
 def test_a_clip_that_hides_most_of_itself_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """FFmpeg seeks among hidden frames in quadratic time: minutes, for a million of a byte each."""
-    data = trimmed(7, 3, 0)
+    data = trimmed(7, 3, b_frames=0)
     open_source(data, LIMITS).close()
     monkeypatch.setattr(av_file, "MAX_HIDDEN", 5)
     with pytest.raises(ClipTooLarge, match="over 5 frames that its edit list hides"):
