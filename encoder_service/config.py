@@ -471,7 +471,7 @@ GROUPS = {
 }
 
 
-def parse_settings(*, config: str | Path | None = None, **given: object) -> Settings:
+def parse_settings(*, config: object = None, **given: object) -> Settings:
     """Settings from keyword arguments over the environment over a file over defaults; ``None`` means not
     given. config: the path of a YAML file; by default the environment's VE_CONFIG.
 

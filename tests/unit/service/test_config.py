@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import encoder_service
 from encoder_service.cli.serve import given_options, serve_command
 from encoder_service.config import GROUPS, Settings, parse_settings
 from encoder_service.errors import ConfigurationError
@@ -270,3 +272,17 @@ def test_a_wrong_setting_is_answered_before_torch_is_imported(
     assert ended.stderr.startswith("vision-encoder: cannot start: ")
     assert text in ended.stderr
     assert ended.stderr.count("\n") == 1
+
+
+def test_a_shell_completes_the_options_of_serve_and_shows_the_version() -> None:
+    def words(*arguments: str, **variables: str) -> list[str]:
+        code = "from encoder_service.cli import app; app(prog_name='vision-encoder')"
+        ended = subprocess.run(
+            [sys.executable, "-c", code, *arguments],
+            env={**os.environ, **variables}, capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        return ended.stdout.split()
+
+    asked = {"_VISION_ENCODER_COMPLETE": "complete_bash", "COMP_WORDS": "vision-encoder serve --dev"}
+    assert words(COMP_CWORD="2", **asked) == ["--device", "--device-arena-bytes"]
+    assert words("--version") == ["vision-encoder", encoder_service.__version__]
