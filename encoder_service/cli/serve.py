@@ -98,11 +98,9 @@ def check_files(settings: Settings) -> None:
 
     for name in ("tls_cert", "tls_key", "tls_client_ca", "tokens_file"):
         file = getattr(settings, name)
-        try:
-            if file is not None:
-                file.open("rb").close()
-        except OSError as error:
-            raise ConfigurationError(f"{option_of(name)}: cannot read {file}: {error.strerror}") from None
+        if file is not None and not os.access(file, os.R_OK):
+            reason = "no permission" if os.path.exists(file) else "no such file"
+            raise ConfigurationError(f"{option_of(name)}: cannot read {file}: {reason}")
 
 
 def given_options(options: Mapping[str, Any]) -> dict[str, str | bool]:
