@@ -27,7 +27,7 @@ CHECKPOINT := build/checkpoints/qwen3_vl-small
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup test test-all test-long test-engines test-engines-all test-sglang test-sglang-all test-tokenspeed test-fleet test-gpu lint format proto proto-check engine-pins bench bench-transport bench-serve bench-fleet demo serve fleet clean
+.PHONY: help setup test test-all test-long test-engines test-engines-all test-sglang test-sglang-all test-tokenspeed test-fleet test-gpu lint format docs-settings proto proto-check engine-pins bench bench-transport bench-serve bench-fleet demo serve fleet clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -111,6 +111,7 @@ lint: $(STAMP) proto-check ## Ruff, mypy, budgets, import direction, generated c
 	$(BIN)/python -m ruff format --check
 	$(BIN)/python -m mypy
 	$(BIN)/python tests/budgets.py
+	PYTHONPATH=.:proto $(BIN)/python docs/settings.py --check
 	PYTHONPATH=.:proto $(BIN)/lint-imports
 	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
 	$(BIN)/check-jsonschema --builtin-schema vendor.github-issue-forms .github/ISSUE_TEMPLATE/bug.yml .github/ISSUE_TEMPLATE/feature.yml
@@ -120,6 +121,9 @@ lint: $(STAMP) proto-check ## Ruff, mypy, budgets, import direction, generated c
 format: $(STAMP) ## Reformat the code, and mend what ruff can mend
 	$(BIN)/python -m ruff check --fix
 	$(BIN)/python -m ruff format
+
+docs-settings: $(STAMP) ## Write docs/settings.md from the settings
+	PYTHONPATH=.:proto $(BIN)/python docs/settings.py
 
 proto: ## Regenerate the code of encoder.proto
 	PYTHON=$(PYTHON) proto/generate.sh

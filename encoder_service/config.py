@@ -1,16 +1,19 @@
-"""The service's settings: parsed once, frozen, no I/O.
+"""The service's settings: parsed once, frozen; the only file that is read is ``--config``'s.
 
-Owns every setting with its unit, bounds and meaning. Only this file reads the environment (prefix ``VE_``).
+Owns every setting with its unit, bounds and meaning, the text of ``--help`` and of docs/settings.md, and the
+answer to a wrong value. Only this file reads the environment (prefix ``VE_``).
 What the device or the checkpoint reports belongs in run-time records, not here.
 """
 
 from __future__ import annotations
 
+import difflib
+import functools
 import ipaddress
 import os
 import re
 import urllib.parse
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -30,7 +33,9 @@ UNITS = {"bytes": "bytes", "s": "seconds", "patches": "patches", "pixels": "pixe
 
 
 def split_list(value: object) -> object:
-    """The values of a comma list, from the environment or the command line."""
+    """The values of a comma list, from the environment or the command line. A file may have one number."""
+    if isinstance(value, int):
+        return (str(value),)
     if not isinstance(value, str):
         return value
     return tuple(part.strip() for part in value.split(",")) if value.strip() else ()
@@ -49,9 +54,28 @@ def split_named_values(value: object) -> object:
     return found
 
 
-def split_sizes(value: object) -> object:
-    """``host bytes``, or ``host bytes+device bytes``."""
-    return value.split("+") if isinstance(value, str) else value
+def arena_sizes(value: object) -> tuple[int, ...]:
+    """``host bytes``, or ``host bytes+device bytes``. Raises ValueError."""
+    parts = value.split("+") if isinstance(value, str) else value if isinstance(value, Sequence) else [value]
+    try:
+        sizes = tuple(int(str(part)) for part in parts)
+    except ValueError:
+        sizes = ()
+    if len(sizes) not in (1, 2) or min(sizes) < MIB:
+        raise ValueError(f"{value!r} is neither host bytes nor host bytes+device bytes, at least {MIB} each")
+    return sizes
+
+
+def check_device(device: str) -> str:
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", device):
+        raise ValueError(f"{device!r} is none of auto, cpu, cuda and cuda:N")
+    return device
+
+
+def check_mode(mode: str) -> str:
+    if not re.fullmatch(r"[0-7]{3}", mode):
+        raise ValueError(f"{mode!r} is no mode of three octal digits, such as 660")
+    return mode
 
 
 def check_address(address: str) -> str:
@@ -82,7 +106,12 @@ def check_http_url(url: str) -> str:
 
 
 def check_network(text: str) -> str:
-    return str(ipaddress.ip_network(text))
+    try:
+        return str(ipaddress.ip_network(text))
+    except ValueError:
+        raise ValueError(
+            f"{text!r} is no network such as 10.1.0.0/16, with zeros behind its prefix"
+        ) from None
 
 
 HttpAddress = Annotated[str, AfterValidator(check_http_address)]
@@ -96,10 +125,14 @@ Networks = Annotated[
     tuple[Annotated[str, AfterValidator(check_network)], ...], NoDecode, BeforeValidator(split_list)
 ]
 Numbers = Annotated[tuple[int, ...], NoDecode, BeforeValidator(split_list)]
-ArenaSizes = Annotated[
-    tuple[Annotated[int, Field(ge=MIB)], ...], Field(max_length=2), BeforeValidator(split_sizes)
-]
+ArenaSizes = Annotated[tuple[int, ...], BeforeValidator(arena_sizes)]
 IsolatedArenas = Annotated[dict[str, ArenaSizes], NoDecode, BeforeValidator(split_named_values)]
+
+
+# The attention backends; ``towers.attention.available`` builds them.
+AttentionName = Literal[
+    "auto", "fa4", "fa4-192x128", "fa4-192x112r", "fa4-128x160r", "fa4-library", "fa3", "varlen", "sdpa"
+]
 
 
 def keep_dot(value: object) -> object:
@@ -122,9 +155,8 @@ class Settings(BaseSettings):
     model_name: str = Field(
         "", description="Name that requests use; empty: the folder's name, or NAME of a hub id."
     )
-    device: str = Field(
+    device: Annotated[str, AfterValidator(check_device)] = Field(
         AUTO,
-        pattern=r"^(auto|cpu|cuda(:\d+)?)$",
         description="Device of the tower: cpu, cuda or cuda:N; auto: the first GPU, without one the CPU.",
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
@@ -136,7 +168,7 @@ class Settings(BaseSettings):
         "auto",
         description="auto: fused kernels and CUDA graphs where the device supports them; plain: never.",
     )
-    attention: str = Field(
+    attention: AttentionName = Field(
         "auto", description="Attention backend by name; auto: measures the installed ones, takes the fastest."
     )
     deterministic: bool = Field(
@@ -311,7 +343,9 @@ class Settings(BaseSettings):
         "$XDG_RUNTIME_DIR/vision-encoder, or in vision-encoder-UID of the temporary folder; empty: rows are "
         "sent inline.",
     )
-    broker_mode: str = Field("660", pattern=r"^[0-7]{3}$", description="Permissions of its socket, octal.")
+    broker_mode: Annotated[str, AfterValidator(check_mode)] = Field(
+        "660", description="Permissions of its socket, octal."
+    )
     broker_allowed_uids: Numbers = Field(
         (), description="User ids that may connect to the broker, comma separated; empty: any."
     )
@@ -374,9 +408,12 @@ class Settings(BaseSettings):
     def check_tokenspeed(self) -> Settings:
         if not self.serve_tokenspeed:
             return self
-        check_address(self.serve_tokenspeed)
-        # Also ZMQ's address, which takes no names, and over RDMA the one that receivers connect to.
-        host = ipaddress.ip_address(self.serve_tokenspeed.rpartition(":")[0].strip("[]"))
+        try:
+            check_address(self.serve_tokenspeed)
+            # Also ZMQ's address, which takes no names, and over RDMA the one that receivers connect to.
+            host = ipaddress.ip_address(self.serve_tokenspeed.rpartition(":")[0].strip("[]"))
+        except ValueError:
+            raise ValueError(f"serve_tokenspeed is {self.serve_tokenspeed!r}, needs IP:port") from None
         if host.version == 6:
             raise ValueError(
                 f"serve_tokenspeed needs an IPv4 address, which prefill workers can use, not {host}"
@@ -414,69 +451,185 @@ class Settings(BaseSettings):
         return (self.device_arena_bytes or 0) + isolated_bytes
 
 
-def parse_settings(**given: object) -> Settings:
-    """Settings from keyword arguments over the environment over defaults; ``None`` means not given.
+# By title: the first setting of each group, in the order of the class.
+GROUPS = {
+    "Tower": "model",
+    "Processor": "transparent",
+    "Addresses": "listen",
+    "SGLang": "serve_sglang",
+    "TokenSpeed": "serve_tokenspeed",
+    "Security": "tls_cert",
+    "Calls and connections": "max_calls",
+    "Requests": "max_message_bytes",
+    "Decoding": "ingest_threads",
+    "Clips": "max_clip_bytes",
+    "URLs": "url_allow",
+    "Memory for rows": "arena_bytes",
+    "Broker": "broker_path",
+    "Pixels in shared memory": "shm_prefixes",
+    "Operation": "drain_grace_s",
+}
 
-    Raises ConfigurationError with one sentence that names every wrong setting, and every environment variable
-    with our prefix that names no setting.
+
+def parse_settings(*, config: object = None, **given: object) -> Settings:
+    """Settings from keyword arguments over the environment over a file over defaults; ``None`` means not
+    given. config: the path of a YAML file; by default the environment's VE_CONFIG.
+
+    Raises ConfigurationError with one sentence that names every wrong setting where it was set, every
+    environment variable with our prefix that names no setting, and every such key of the file.
     """
-    known = {ENV_PREFIX + name.upper() for name in Settings.model_fields}
-    unknown = sorted(name for name in os.environ if name.startswith(ENV_PREFIX) and name not in known)
-    if unknown:
-        raise ConfigurationError(f"invalid settings: unknown environment variable {', '.join(unknown)}")
+    variables = {variable_of(name): name for name in ("config", *Settings.model_fields)}
+    sources = {name: option_of(name) for name, value in given.items() if value is not None}
+    sources |= {name: text for text, name in variables.items() if text in os.environ and name not in sources}
+    problems = [
+        f"{text} is no setting{nearest(text, variables)}"
+        for text in sorted(os.environ)
+        if text.startswith(ENV_PREFIX) and text not in variables
+    ]
+    file = str(config or os.environ.get(variable_of("config"), ""))
+    in_file = read_file(file) if file else {}
+    problems += [
+        f"{file}: {key} is no setting{nearest(key, Settings.model_fields)}"
+        for key in in_file
+        if key not in Settings.model_fields
+    ]
+    used = {name: value for name, value in in_file.items() if name in Settings.model_fields}
+    used = {name: value for name, value in used.items() if value is not None and name not in sources}
+    sources |= {name: f"{file}: {name}" for name in used}
+    used |= {name: value for name, value in given.items() if value is not None}
     try:
-        return Settings(**{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
+        if not problems:
+            return Settings(**used)  # type: ignore[arg-type]
     except ValidationError as error:
-        problems = "; ".join(problem_text(problem) for problem in error.errors())
-        raise ConfigurationError(f"invalid settings: {problems}") from None
+        first = {str(problem["loc"][:1]): problem for problem in reversed(error.errors())}
+        problems = [problem_text(problem, sources) for problem in reversed(first.values())]
+    raise ConfigurationError("; ".join(problems))
 
 
-def problem_text(problem: Mapping[str, Any]) -> str:
-    """One error of pydantic with the setting's names, and with its value unless the message has it or the
-    value is secret."""
+def read_file(file: str) -> dict[str, object]:
+    """The settings of a YAML file, by name. Raises ConfigurationError."""
+    import yaml  # only here, since a start without a file does not need it
+
+    try:
+        values = yaml.safe_load(Path(file).read_bytes())
+    except OSError as error:
+        raise ConfigurationError(f"--config {file} cannot be read: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+        line = "" if mark is None else f", line {mark.line + 1}"
+        raise ConfigurationError(f"--config {file}{line} is not YAML: {problem or 'no text'}") from None
+    if not isinstance(values, Mapping | None):
+        raise ConfigurationError(
+            f"--config {file} holds a {type(values).__name__}, needs lines of name: value"
+        )
+    return {str(key).replace("-", "_"): value for key, value in (values or {}).items()}
+
+
+def option_of(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def variable_of(name: str) -> str:
+    return ENV_PREFIX + name.upper()
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The known name that was probably meant, as the end of a sentence."""
+    close = difflib.get_close_matches(name, list(known), 1)
+    return f", did you mean {close[0]}?" if close else ""
+
+
+def problem_text(problem: Mapping[str, Any], sources: Mapping[str, str]) -> str:
+    """One error of pydantic in words of ours: where the setting was set, its value unless it is secret, and
+    what it needs. sources: where each setting was set."""
     path, message = problem["loc"], problem["msg"].removeprefix("Value error, ")
-    field = Settings.model_fields.get(str(path[0])) if path else None
-    text = ".".join(map(str, path))
-    if field is None:  # several settings, or an unknown one
-        return f"{text}: {message}" if text else message
-    if problem["type"] not in ("missing", "value_error") and SecretStr not in get_args(field.annotation):
-        text += f" is {problem['input']!r}"
+    if not path:  # several settings, which the message names
+        return str(message)
     name = str(path[0])
-    return f"{text} (--{name.replace('_', '-')}, {ENV_PREFIX}{name.upper()}): {message}"
+    source = sources.get(name, option_of(name))
+    field = Settings.model_fields.get(name)
+    if field is None:
+        return f"{name} is no setting{nearest(name, Settings.model_fields)}"
+    if problem["type"] == "missing":
+        return f"{source} is missing: a checkpoint's folder, or a hub id such as Qwen/Qwen3-VL-8B-Instruct"
+    if problem["type"] == "value_error":
+        return f"{source}: {message}"
+    if problem["type"] == "too_short":
+        return f"{source} is empty, needs at least one value"
+    value = "" if SecretStr in get_args(field.annotation) else f" is {problem['input']!r},"
+    quotes = " in quotes" if problem["type"] == "string_type" and value else ""
+    return f"{source}{value} needs {settings_help()[name].needs}{quotes}"
 
 
 @dataclass(frozen=True)
 class SettingHelp:
-    """value: what to write: a unit, the choices or a kind. text: meaning, bounds and default."""
+    """What users read of one setting. value: what to write: a unit, the choices or a kind. needs: the same
+    with bounds, as in an error. default: as text; empty if it is empty, None if the setting is required."""
 
+    group: str
     value: str
-    text: str
+    needs: str
+    bounds: str
+    default: str | None
+    meaning: str
     is_flag: bool = False
     is_list: bool = False
 
+    @property
+    def text(self) -> str:
+        """Meaning, bounds and default."""
+        default = "required" if self.default is None else self.default and f"default {self.default}"
+        facts = ", ".join(filter(None, (self.bounds, default)))
+        return f"{self.meaning} ({facts})" if facts else self.meaning
 
-def settings_help() -> dict[str, SettingHelp]:
+
+@functools.cache
+def settings_help() -> Mapping[str, SettingHelp]:
     """By name, in the order of the class."""
-    return {
-        name: setting_help(name, field) for name, field in Settings.model_json_schema()["properties"].items()
-    }
+    starts = {name: title for title, name in GROUPS.items()}
+    group, found = "", {}
+    for name, field in Settings.model_json_schema()["properties"].items():
+        group = starts.get(name, group)
+        found[name] = setting_help(name, field, group)
+    return found
 
 
-def setting_help(name: str, field: Mapping[str, Any]) -> SettingHelp:
+def setting_help(name: str, field: Mapping[str, Any], group: str) -> SettingHelp:
     """field: its JSON schema."""
     # An optional setting's type and bounds are those of its first alternative; the second is null.
     schema = {**field, **next(iter(field.get("anyOf", ())), {})}
-    kinds = {"boolean": "flag", "array": "value,...", "object": "name=value,...", "string": "text"}
+    kind, choices = schema["type"], schema.get("enum", ())
     units = [UNITS[word] for word in name.split("_") if word in UNITS]
-    value = kinds.get(schema["type"]) or (units[-1] if units else "number")
-    value = "|".join(schema.get("enum", ())) or schema.get("format") or value
-    least, most, default = (schema.get(key) for key in ("minimum", "maximum", "default"))
-    facts = [] if least is None else [f"at least {least}" if most is None else f"{least} to {most}"]
-    if "default" not in schema:
-        facts.append("required")
-    elif isinstance(default, list) and default:
-        facts.append(f"default {','.join(default)}")
-    elif default not in (None, "", [], {}):
-        facts.append(f"default {str(default).lower()}")
-    text = f"{field['description']} ({', '.join(facts)})" if facts else field["description"]
-    return SettingHelp(value, text, schema["type"] == "boolean", schema["type"] in ("array", "object"))
+    values = {"boolean": "flag", "array": "value,...", "object": "name=value,...", "string": "text"}
+    value = (
+        "|".join(choices) or schema.get("format") or values.get(kind) or (units[-1] if units else "number")
+    )
+    least, most = schema.get("minimum"), schema.get("maximum")
+    bounds = "" if least is None else f"at least {least}" if most is None else f"{least} to {most}"
+    unit = f" of {units[-1]}" if units else ""
+    needs = {
+        "boolean": "true or false",
+        "integer": f"a whole number{unit}",
+        "number": f"a number{unit}",
+        "array": f"{'numbers' if schema.get('items') == {'type': 'integer'} else 'text'} in a comma list",
+        "object": "name=value pairs in a comma list",
+        "string": f"one of {', '.join(choices)}" if choices else "a path" if value == "path" else "text",
+    }[kind]
+    default = field.get("default")
+    if "default" not in field:
+        default_text = None
+    elif isinstance(default, list):
+        default_text = ",".join(map(str, default))
+    else:
+        text = str(default).lower() if kind == "boolean" else str(default)
+        default_text = "" if default in (None, {}) else text
+    return SettingHelp(
+        group,
+        value,
+        f"{needs}, {bounds}" if bounds else needs,
+        bounds,
+        default_text,
+        field["description"],
+        kind == "boolean",
+        kind in ("array", "object"),
+    )

@@ -14,7 +14,7 @@ import gc
 import signal
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import structlog
@@ -26,7 +26,7 @@ from encoder_service.config import Settings
 from encoder_service.defaults import with_broker_path, with_device
 from encoder_service.engine.device import DeviceEngine
 from encoder_service.engine.faults import first_line
-from encoder_service.errors import DeviceFault, StartupError
+from encoder_service.errors import ConfigurationError, DeviceFault, StartupError
 from encoder_service.ingest.cores import num_clip_workers, usable_cores
 from encoder_service.ingest.pixel_segments import PixelSegments
 from encoder_service.ingest.urls import open_urls
@@ -56,6 +56,7 @@ from encoder_service.startup import (
     build_engine,
     build_pipeline,
     capture_graphs,
+    failure_text,
     load_model,
     open_segments,
     start_broker,
@@ -84,6 +85,20 @@ UNREAD_DRAIN_S = 2.0
 DRAIN_POLL_S = 0.05
 # Copies between tiers end within this time, or the device hangs.
 STORE_STOP_S = 5.0
+
+
+PORT_OPTIONS = {"sglang": "--serve-sglang", "tokenspeed": "--serve-tokenspeed or --tokenspeed-bootstrap-port"}
+
+
+@contextlib.contextmanager
+def naming(options: str) -> Iterator[None]:
+    """Adds to the error of an address that cannot be bound which option changes it."""
+    try:
+        yield
+    except ConfigurationError as error:
+        if "address" not in error.details:
+            raise
+        raise ConfigurationError(f"{error.message}; set {options}, where port 0 takes a free one") from None
 
 
 class ForeignServer:
@@ -187,9 +202,8 @@ class Service:
         except BaseException as error:
             await self._release()
             if isinstance(error, Exception) and not isinstance(error, StartupError):
-                # Out of device memory, unreadable files, a kernel that the device refuses.
                 log.debug("start failed", exc_info=error)
-                raise StartupError(first_line(error)) from error
+                raise StartupError(failure_text(error, self.settings.device)) from error
             raise
         self.not_ready = None
         self.metrics.ready.set(1)
@@ -208,12 +222,15 @@ class Service:
         """Binds addresses and takes memory. This comes before the model, which takes longer to load, so that
         a port in use or too little memory fails at once."""
         settings = self.settings
-        self.listen = self._grpc.bind(settings.listen)
-        self._admin.open(self)
+        with naming("--listen"):
+            self.listen = self._grpc.bind(settings.listen)
+        with naming("--admin-listen"):
+            self._admin.open(self)
         if self._admin.address:
             self.addresses["admin"] = self._admin.address
         for name, foreign in self.protocols.items():
-            await foreign.start(settings)
+            with naming(PORT_OPTIONS[name]):
+                await foreign.start(settings)
             self.addresses[name] = foreign.address
             if is_reachable(foreign.address):
                 log.warning("a protocol without tokens can be reached", protocol=name, listen=foreign.address)

@@ -22,6 +22,7 @@ from encoder_service.checkpoints.hub_id import HubId, hub_id
 from encoder_service.config import AUTO, Settings
 from encoder_service.engine.device import DeviceEngine
 from encoder_service.engine.fast_path import build_graph_runner
+from encoder_service.engine.faults import first_line
 from encoder_service.engine.graphs import CaptureRecord, GraphRunner
 from encoder_service.errors import ConfigurationError, DeviceFault
 from encoder_service.ingest.cores import usable_cores
@@ -39,6 +40,7 @@ from encoder_service.rpc.server import EXTRA_CONNECTIONS
 from encoder_service.scheduler.admission import Admission, UndeliveredBytes
 from encoder_service.scheduler.planner import MAX_ITEMS_PER_BATCH, Planner
 from encoder_service.store.embedding_store import EmbeddingStore
+from encoder_service.store.host_memory import available_bytes
 from encoder_service.towers.checkpoint import read_config
 from encoder_service.towers.config import stated_dtype
 from encoder_service.towers.registry import load_tower
@@ -154,6 +156,11 @@ def capture_graphs(model: ServedModel, settings: Settings) -> GraphRunner | None
     own; shows its progress on a terminal. Raises ConfigurationError."""
     device = model.tower.device
     if device.type != "cuda" or settings.tower == "plain":
+        if settings.attention not in (AUTO, "sdpa"):
+            raise ConfigurationError(
+                f"--attention is {settings.attention}, which needs a GPU and --tower auto; the device is "
+                f"{device}, the tower {settings.tower}: sdpa and auto run there"
+            )
         return None
     torch.cuda.set_device(device)
     with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as progress:
@@ -173,6 +180,28 @@ def capture_graphs(model: ServedModel, settings: Settings) -> GraphRunner | None
             choices_dir=choices_folder(settings),
             progress=show,
         )
+
+
+def failure_text(error: Exception, device: str) -> str:
+    """What to do about an error of a library at the start."""
+    text = first_line(error)
+    if isinstance(error, torch.OutOfMemoryError):
+        free, total = torch.cuda.mem_get_info(device)
+        return (
+            f"{device} has too little memory: {free} of its {total} bytes are free; lower "
+            f"--max-patches-per-batch or --device-arena-bytes, or end other processes there ({text})"
+        )
+    if isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error):
+        return (
+            f"the host has too little memory: {available_bytes()} bytes are available; lower --arena-bytes, "
+            f"or end other processes ({text})"
+        )
+    if "no kernel image" in str(error):
+        return (
+            f"torch {torch.__version__} has no kernels for {torch.cuda.get_device_name(device)}: install a "
+            f"build of torch for it ({text})"
+        )
+    return f"{text}; --log-level debug logs where"
 
 
 def choices_folder(settings: Settings) -> Path | None:

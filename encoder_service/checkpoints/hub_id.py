@@ -6,6 +6,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from encoder_service.errors import CheckpointError
+
 HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>[^@\s]+))?", re.ASCII)
 
 
@@ -31,3 +33,15 @@ def hub_id(model: Path) -> HubId | None:
     if found is None or model.exists():
         return None
     return HubId(found["repo"], found["revision"] or "main")
+
+
+def check_model(model: Path) -> None:
+    """Raises CheckpointError unless the value of ``--model`` is a hub id or a checkpoint's folder."""
+    if hub_id(model) is not None:
+        return
+    if not model.exists():
+        raise CheckpointError(
+            f"--model is {model}: there is no such folder, and it is no hub id such as ORG/NAME"
+        )
+    if not (model / "config.json").is_file():
+        raise CheckpointError(f"--model is {model}: it has no config.json, needs a checkpoint's folder")

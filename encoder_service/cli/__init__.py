@@ -7,11 +7,12 @@ host can read the arguments of the others.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
+from encoder_service import __version__
 from encoder_service.cli.bench import bench
 from encoder_service.cli.checkpoints import download, make_checkpoint
 from encoder_service.cli.encode import encode
@@ -40,8 +41,24 @@ app = typer.Typer(
     cls=Commands,
     help="A vision encoder as its own service: image in, visual tokens out, addressed by content.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+def show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"vision-encoder {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    _: Annotated[
+        bool, typer.Option("--version", callback=show_version, is_eager=True, help="Shows the version.")
+    ] = False,
+) -> None:
+    pass
+
+
 for command in (encode, bench, info, health, download, make_checkpoint):
     app.command()(command)

@@ -13,44 +13,71 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperCommand
 
 from encoder_service.cli.options import with_options
 from encoder_service.cli.output import EXIT_CANNOT_START, EXIT_FAILED
 
 if TYPE_CHECKING:
+    from encoder_service.config import Settings
     from encoder_service.serve import Service
+
+
+class GroupedCommand(TyperCommand):
+    """A command whose help has the options in the settings' groups."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        from encoder_service.config import settings_help
+
+        settings, groups = settings_help(), dict[str, list[tuple[str, str]]]()
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is not None:
+                title = settings[parameter.name].group if parameter.name in settings else "Options"
+                groups.setdefault(title, []).append(record)
+        for title, records in groups.items():
+            with formatter.section(title):
+                formatter.write_dl(records)
 
 
 @functools.cache
 def serve_command() -> Any:
     """The command ``serve`` of Typer, with an option for each setting. Values are parsed by the settings."""
-    from encoder_service.config import settings_help
+    from encoder_service.config import settings_help, variable_of
 
-    parameters = []
+    file = typer.Option(help="YAML file of settings, name: value. [VE_CONFIG]", metavar="path")
+    options: dict[str, Any] = {"config": Annotated[str | None, file]}
     for name, setting in settings_help().items():
         kind: Any = bool | None if setting.is_flag else list[str] | None if setting.is_list else str | None
-        option = typer.Option(help=setting.text, metavar=None if setting.is_flag else setting.value)
-        parameters.append(
-            inspect.Parameter(
-                name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind, option]
-            )
+        option = typer.Option(
+            help=f"{setting.text} [{variable_of(name)}]", metavar=None if setting.is_flag else setting.value
         )
+        options[name] = Annotated[kind, option]
+    parameters = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+        for name, annotation in options.items()
+    ]
     alone = typer.Typer(add_completion=False, rich_markup_mode=None)  # of rich, the table cuts names
-    alone.command("serve")(with_options(serve, parameters))
+    alone.command("serve", cls=GroupedCommand)(with_options(serve, parameters))
     return typer.main.get_command(alone)
 
 
 def serve(**options: Any) -> None:
     """Serves one checkpoint until SIGTERM.
 
-    Every option can also come from the environment: --max-calls as VE_MAX_CALLS. Several values are separated
-    by commas, or the option is repeated."""
+    Every option can also come from the environment, --max-calls as VE_MAX_CALLS, or from a file, as
+    max_calls. An option goes before the environment, the environment before the file. Several values are
+    separated by commas, or the option is repeated."""
+    from encoder_service.checkpoints.hub_id import check_model
     from encoder_service.config import parse_settings
     from encoder_service.errors import StartupError, missing_module
     from encoder_service.ops.logs import configure_logs, never_wait
 
     try:
         settings = parse_settings(**given_options(options))
+        check_model(settings.model)
+        check_files(settings)
+        # Imports torch, for seconds, which an answer to a wrong setting does not wait for.
         from encoder_service.serve import serve as run
 
         configure_logs(settings.log_format, settings.log_level, never_wait())
@@ -62,6 +89,18 @@ def serve(**options: Any) -> None:
     except Exception:
         leave(EXIT_FAILED, traceback.format_exc())
     leave(code)
+
+
+def check_files(settings: Settings) -> None:
+    """Raises ConfigurationError for a file of a setting that cannot be read."""
+    from encoder_service.config import option_of
+    from encoder_service.errors import ConfigurationError
+
+    for name in ("tls_cert", "tls_key", "tls_client_ca", "tokens_file"):
+        file = getattr(settings, name)
+        if file is not None and not os.access(file, os.R_OK):
+            reason = "no permission" if os.path.exists(file) else "no such file"
+            raise ConfigurationError(f"{option_of(name)}: cannot read {file}: {reason}")
 
 
 def given_options(options: Mapping[str, Any]) -> dict[str, str | bool]:

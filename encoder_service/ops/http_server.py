@@ -457,5 +457,6 @@ def bind_tcp(address: str) -> socket.socket:
         bound.bind((host, int(port)))
     except OSError as error:
         bound.close()
-        raise ConfigurationError(f"cannot listen on {address}: {error.strerror or error}") from None
+        reason = error.strerror or str(error)
+        raise ConfigurationError(f"cannot listen on {address}: {reason}", address=address) from None
     return bound

@@ -137,7 +137,8 @@ class Sender:
             puller.bind(f"tcp://{host}:{port or '*'}")
         except zmq.ZMQError as error:
             puller.close()
-            raise ConfigurationError(f"cannot listen on {host}:{port}: {error}") from None
+            address = f"{host}:{port}"
+            raise ConfigurationError(f"cannot listen on {address}: {error}", address=address) from None
         return puller, int(puller.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
 
     async def push(self, endpoint: str, frames: Sequence[bytes | memoryview]) -> None:

@@ -125,7 +125,7 @@ def check_available(size_bytes: int) -> None:
     available = available_bytes()
     if size_bytes > available:
         raise ConfigurationError(
-            f"{size_bytes} bytes of host memory are more than the {available} available",
+            f"{size_bytes} bytes of host memory are more than the {available} available; lower --arena-bytes",
             size_bytes=size_bytes,
             available_bytes=available,
         )

@@ -118,5 +118,5 @@ def test_links_lead_somewhere(document: Path) -> None:
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_variables_of_the_documents_are_settings(document: Path) -> None:
     """An unknown one stops a start."""
-    known = {f"VE_{name.upper()}" for name in Settings.model_fields} | {"VE_NAME"}
+    known = {f"VE_{name.upper()}" for name in Settings.model_fields} | {"VE_NAME", "VE_CONFIG"}
     assert set(re.findall(r"\bVE_[A-Z0-9_]*[A-Z0-9]\b", document.read_text())) <= known

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -146,6 +147,20 @@ def test_p38_what_cannot_start_says_so_in_one_line(arguments: tuple[str, ...], t
     assert "Traceback" not in ended.stderr
     assert ended.stderr.splitlines()[-1].startswith("vision-encoder: cannot start: ")
     assert text in ended.stderr.splitlines()[-1]
+
+
+@pytest.mark.without_device
+@pytest.mark.parametrize("option", ["--listen", "--admin-listen", "--serve-sglang"])
+def test_a_second_service_on_a_host_says_which_option_gives_it_another_port(
+    checkpoints: dict[str, Path], option: str
+) -> None:
+    free = ("--listen", "127.0.0.1:0", "--admin-listen", "", "--broker-path", "")
+    with socket.create_server(("127.0.0.1", 0)) as first:
+        address = f"127.0.0.1:{first.getsockname()[1]}"
+        ended = command("serve", "--model", checkpoints["qwen3_vl"], *free, option, address)
+    assert ended.returncode == 2
+    assert f"cannot listen on {address}: Address already in use; set {option}, where" in ended.stderr
+    assert "add_port" not in ended.stderr  # a line of gRPC's own
 
 
 # A service whose load or whose forwards take a minute. A line on standard output says that they run.

@@ -9,14 +9,14 @@ import contextlib
 import importlib
 from collections.abc import Callable, Collection
 from functools import partial
+from typing import get_args
 
 import torch
 
+from encoder_service.config import AUTO, AttentionName
 from encoder_service.errors import ConfigurationError
 from encoder_service.towers.attention.backend import AttentionBackend
 from encoder_service.towers.attention.sdpa import SdpaAttention
-
-AUTO = "auto"
 
 
 def available_backends(device: torch.device, *, deterministic: bool = False) -> list[AttentionBackend]:
@@ -86,5 +86,4 @@ BUILDERS: dict[str, Callable[[torch.device], list[AttentionBackend]]] = {
     "fa3": partial(build, "fa3", (9,)),
     "varlen": partial(build, "varlen", (8, 9, 10, 11, 12)),
 }
-FA4_TILES = ("fa4-192x128", "fa4-192x112r", "fa4-128x160r")
-NAMES = ("fa4", *FA4_TILES, "fa4-library", "fa3", "varlen", "sdpa")
+NAMES = tuple(name for name in get_args(AttentionName) if name != AUTO)

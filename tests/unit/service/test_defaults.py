@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ from encoder_service.broker import ListeningSocket
 from encoder_service.config import parse_settings
 from encoder_service.defaults import with_broker_path, with_device
 from encoder_service.errors import ConfigurationError
-from encoder_service.startup import tower_dtype
+from encoder_service.startup import capture_graphs, failure_text, tower_dtype
 
 pytestmark = pytest.mark.without_device
 
@@ -115,6 +117,31 @@ def test_rows_have_the_dtype_that_vllm_takes(tmp_path: Path, config: object, log
         assert tower_dtype(parse_settings(model=tmp_path), tmp_path) is torch.bfloat16
     assert [entry["log_level"] for entry in logs] == logged
     assert tower_dtype(parse_settings(model=tmp_path, dtype="float32"), tmp_path) is torch.float32
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory."), "cuda:0 has too little memory: 5 of its 9 bytes are"),
+        (MemoryError(), "the host has too little memory: .*; lower --arena-bytes"),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate"), "the host has too little"),
+        (RuntimeError("no kernel image is available"), "has no kernels for T4: install a build of torch"),
+        (KeyError("x"), "KeyError: 'x'; --log-level debug logs where"),
+    ],
+)
+def test_a_librarys_error_at_the_start_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, text: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (5, 9))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "T4")
+    assert re.search(text, failure_text(error, "cuda:0"))
+
+
+def test_a_gpus_attention_is_refused_on_the_cpu(tmp_path: Path) -> None:
+    model: Any = SimpleNamespace(tower=SimpleNamespace(device=torch.device("cpu")))
+    assert capture_graphs(model, parse_settings(model=tmp_path, attention="sdpa")) is None
+    with pytest.raises(ConfigurationError, match="--attention is fa3, which needs a GPU"):
+        capture_graphs(model, parse_settings(model=tmp_path, attention="fa3"))
 
 
 LISTEN = ("unix:/run/e.sock", "0.0.0.0:50051")
