@@ -6,7 +6,7 @@ MODEL=${1:-Qwen/Qwen3-VL-8B-Instruct} ENCODER_PORT=${ENCODER_PORT:-50051} PORT=$
 PICTURE=${PICTURE:-$(dirname "$0")/../tests/data/photos/coffee.jpg}
 trap 'kill $(jobs -p) 2>/dev/null; wait' EXIT
 
-vision-encoder serve --model "$MODEL" --listen "127.0.0.1:$ENCODER_PORT" --admin-listen 127.0.0.1:0 &
+vision-encoder serve --model "$MODEL" --listen "127.0.0.1:$ENCODER_PORT" --admin-listen 127.0.0.1:0 >&2 &
 until vision-encoder health --server "127.0.0.1:$ENCODER_PORT" >/dev/null 2>&1; do
     kill -0 $! || exit 1
     sleep 1
@@ -17,8 +17,8 @@ vllm serve "$MODEL" --served-model-name model --host 127.0.0.1 --port "$PORT" --
         "ec_connector_module_path": "lm_adapter.engines.vllm",
         "ec_role": "ec_consumer",
         "ec_connector_extra_config": {"target": "127.0.0.1:'"$ENCODER_PORT"'"}
-    }' &
-until curl -sf "http://127.0.0.1:$PORT/health"; do
+    }' >&2 &
+until curl -sf "http://127.0.0.1:$PORT/health" >/dev/null; do
     kill -0 $! || exit 1
     sleep 1
 done

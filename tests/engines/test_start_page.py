@@ -1,0 +1,121 @@
+"""docs/start.md and examples/vllm.sh as they stand; ports, the model and the picture's URL are replaced."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+
+from bench.harness.engine_checkpoints import write_checkpoint
+from bench.harness.ports import free_port
+from bench.harness.processes import ROOT, answers, environment
+from bench.harness.vllm import VLLM_ENVIRONMENT
+from bench.harness.waiting import wait_until
+from tests.integration.web import Files
+
+pytestmark = [pytest.mark.timeout(1200), pytest.mark.extended]
+MODEL, PICTURE = "Qwen/Qwen3-VL-8B-Instruct", "https://github.com/pytorch/hub/raw/master/images/dog.jpg"
+PHOTO = ROOT / "tests/data/photos/coffee.jpg"
+START_S = 400.0
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> dict[str, str]:
+    """The environment of a shell that finds ``vision-encoder`` and ``vllm`` of this interpreter."""
+    programs = {"vision-encoder": "encoder_service", "vllm": "vllm.entrypoints.cli.main"}
+    for name, module in programs.items():
+        program = tmp_path / "bin" / name
+        program.parent.mkdir(exist_ok=True)
+        program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m {module} "$@"\n')
+        program.chmod(0o755)
+    found = environment(**VLLM_ENVIRONMENT)
+    return {**found, "PATH": f"{tmp_path / 'bin'}:{found['PATH']}"}
+
+
+def commands() -> dict[str, str]:
+    """The page's commands by their first two words, without the folder of the encoder's environment."""
+    blocks = re.findall(
+        r"^```console\n(.*?)^```$", (ROOT / "docs/start.md").read_text(), re.MULTILINE | re.DOTALL
+    )
+    text = "".join(blocks).replace("encoder/bin/", "")
+    first = "^(?:python3|pip|vision-encoder|vllm|curl) "
+    found = re.findall(rf"{first}.*?(?={first}|\Z)", text, re.MULTILINE | re.DOTALL)
+    return {" ".join(command.split()[:2]): command for command in found}
+
+
+def test_the_start_page(tmp_path: Path, shell: dict[str, str]) -> None:
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", "qwen3_vl")
+    encoder_port, port, admin_port = free_port(), free_port(), free_port()
+    shell["VE_ADMIN_LISTEN"] = f"127.0.0.1:{admin_port}"
+    with Files({"/dog.jpg": PHOTO.read_bytes()}) as files, (tmp_path / "log").open("wb") as log:
+        replaced = {
+            MODEL: str(checkpoint),
+            "8000": str(port),
+            "50051": str(encoder_port),
+            PICTURE: f"{files.base}/dog.jpg",
+            "PHOTO.jpg": str(PHOTO),
+        }
+
+        def command(beginning: str) -> str:
+            text = commands()[beginning]
+            for old, new in replaced.items():
+                text = text.replace(old, new)
+            return text
+
+        shell["VE_LISTEN"] = f"127.0.0.1:{encoder_port}"
+        running = []
+        try:
+            for beginning, url in (
+                ("vision-encoder serve", f"http://127.0.0.1:{admin_port}/readyz"),
+                ("vllm serve", f"http://127.0.0.1:{port}/health"),
+            ):
+                process = subprocess.Popen(
+                    ["bash", "-c", f"exec {command(beginning)}"],
+                    env=shell,
+                    cwd=tmp_path,
+                    stdout=log,
+                    stderr=log,
+                )
+                running.append(process)
+                wait_until(lambda url=url: answers(url), beginning, START_S)  # type: ignore[misc]
+            for _ in range(2):
+                answer = run(command("curl http://127.0.0.1:8000/v1/chat/completions"), shell, tmp_path)
+                assert json.loads(answer)["choices"][0]["message"]["content"]
+            metrics = httpx.get(f"http://127.0.0.1:{admin_port}/metrics").text
+            assert 've_stage_seconds_count{stage="tower"} 1.0' in metrics
+            run(
+                f"{command('vision-encoder encode').strip()} --server 127.0.0.1:{encoder_port}",
+                shell,
+                tmp_path,
+            )
+            assert (tmp_path / "rows.safetensors").stat().st_size > 0
+        finally:
+            for process in reversed(running):
+                process.terminate()
+                process.wait(60)
+
+
+def test_the_example(tmp_path: Path, shell: dict[str, str]) -> None:
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", "qwen3_vl")
+    shell |= {"ENCODER_PORT": str(free_port()), "PORT": str(free_port())}
+    answer = run(f"{ROOT}/examples/vllm.sh {checkpoint}", shell, tmp_path)
+    assert json.loads(answer)["choices"][0]["message"]["content"]
+
+
+def run(command: str, shell: dict[str, str], folder: Path) -> str:
+    ended = subprocess.run(
+        ["bash", "-c", command],
+        env=shell,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=START_S,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout
