@@ -11,7 +11,7 @@ import pytest
 from bench.harness.engine_checkpoints import write_checkpoint
 from bench.harness.vllm import Encoder, VllmServer
 from bench.harness.waiting import wait_until
-from tests.engines.agreement import agree, num_decided, of_response
+from tests.engines.agreement import agree, of_response
 from tests.engines.faults import new_picture
 from tests.engines.pictures import Case, picture, with_pixels
 from tests.engines.stack import chat_body
@@ -57,7 +57,4 @@ def test_the_documents_commands_give_the_answers_of_vllms_own_tower(tmp_path: Pa
         finally:
             server.stop()
     agree(expected, found, "bfloat16")
-    for one, other in zip(expected, found, strict=True):
-        # Behind a tie either token is right.
-        decided = num_decided(one, "bfloat16")
-        assert one["tokens"][:decided] == other["tokens"][:decided]
+    assert len({tuple(one["tokens"]) for one in expected}) == len(images)

@@ -6,6 +6,7 @@ Only SGLang gets options, for a CPU and a small model.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +21,7 @@ from bench.harness.sglang import (
     plugin_variables,
 )
 from bench.harness.waiting import wait_until
+from tests.engines.agreement import agree
 from tests.engines.faults import new_picture
 from tests.sglang.leaving import ONE
 
@@ -30,18 +32,28 @@ FIRST_S = 240
 ARGUMENTS = [*LANGUAGE_MODEL, "--dtype", "auto"]
 
 
-def tokens_of_own_tower(server: Sglang, image: bytes) -> list[int]:
-    """Of a server with an encoder: it computes several samples of a prompt with its own tower."""
-    sampling = {"temperature": 0, "max_new_tokens": NUM_TOKENS, "ignore_eos": True, "n": 2}
-    body = generate_body(ONE, [image], sampling_params=sampling)
-    response = server.post("/generate", body, timeout_s=FIRST_S)
-    assert response.status_code == 200, response.text
-    first, second = (sample["output_ids"] for sample in response.json())
-    assert first == second
-    return list(first)
+def answers(server: Sglang, images: list[bytes], *, of_own_tower: bool = False) -> list[dict[str, Any]]:
+    """In the form of ``agree``. of_own_tower: the server has an encoder, but computes several samples of a
+    prompt with its own tower."""
+    sampling = {"temperature": 0, "max_new_tokens": NUM_TOKENS, "ignore_eos": True, "n": 1 + of_own_tower}
+    found = []
+    for image in images:
+        body = generate_body(ONE, [image], sampling_params=sampling, return_logprob=True, top_logprobs_num=8)
+        response = server.post("/generate", body, timeout_s=FIRST_S)
+        assert response.status_code == 200, response.text
+        answer = response.json()[0] if of_own_tower else response.json()
+        steps = answer["meta_info"]["output_top_logprobs"]
+        found.append(
+            {
+                "tokens": answer["output_ids"],
+                "logprobs": [{str(token): value for value, token, _ in step} for step in steps],
+                "num_prompt": answer["meta_info"]["prompt_tokens"],
+            }
+        )
+    return found
 
 
-def test_both_ways_give_the_tokens_of_sglangs_own_tower(
+def test_both_ways_give_the_answers_of_sglangs_own_tower(
     checkpoints: dict[str, Path], images: list[bytes], tmp_path: Path
 ) -> None:
     checkpoint = checkpoints["qwen3_vl"]
@@ -51,11 +63,11 @@ def test_both_ways_give_the_tokens_of_sglangs_own_tower(
         command = documented("python -m sglang.launch_server", {"http://127.0.0.1:31000": encoder.sglang_url})
         arguments = [*ARGUMENTS, *command[command.index("--language-only") :]]
         with Sglang(checkpoint, tmp_path / "protocol", arguments, FORKED) as server:
-            expected = [tokens_of_own_tower(server, image) for image in images]
+            expected = answers(server, images, of_own_tower=True)
             assert encoder.total("ve_items_total") == 0
-            assert [server.tokens(ONE, [image]) for image in images] == expected
+            agree(expected, answers(server, images), "bfloat16")
             assert encoder.total("ve_items_total") == len(images)
-    assert len({tuple(tokens) for tokens in expected}) == len(images)
+    assert len({tuple(one["tokens"]) for one in expected}) == len(images)
 
     with (
         DocumentedEncoder(checkpoint, tmp_path / "plugin", "plugin") as encoder,
@@ -65,16 +77,18 @@ def test_both_ways_give_the_tokens_of_sglangs_own_tower(
         def num_read() -> float:
             return encoder.metrics()["ve_directory_reads_total"]
 
+        def num_inline() -> float:
+            return encoder.metrics().get('ve_deliveries_total{transport="inline"}', 0.0)
+
         def is_attached() -> bool:
             server.tokens(ONE, [new_picture()[0]])
             return num_read() > 0
 
         wait_until(is_attached, "rows by shared memory")
-        num_inline = encoder.metrics()['ve_deliveries_total{transport="inline"}']
-        before = num_read()
-        assert [server.tokens(ONE, [image]) for image in images] == expected
+        before, inline_before = num_read(), num_inline()
+        agree(expected, answers(server, images), "bfloat16")
         wait_until(lambda: num_read() >= before + len(images), "the reports of the reads")
-        assert encoder.metrics()['ve_deliveries_total{transport="inline"}'] == num_inline
+        assert num_inline() == inline_before
 
 
 def test_a_start_beside_an_encoder_of_another_dtype_says_which_option_to_change(
