@@ -60,7 +60,7 @@ def main() -> int:
     console.print(f"checkpoint: {checkpoint} (random weights, Qwen3-VL layout, tower and language model)")
 
     paths = sorted(path for path in PHOTOS.iterdir() if path.suffix in (".jpg", ".png"))
-    settings = {"model": checkpoint, "device": "cpu", "log_level": "warning", "torch_threads": os.cpu_count()}
+    settings = {"model": checkpoint, "device": "cpu", "torch_threads": os.cpu_count()}
     settings |= {"listen": "127.0.0.1:0", "admin_listen": "127.0.0.1:0", "broker_path": ""}
     # In bfloat16 two right towers can differ by a token; here the tokens have to be equal.
     settings["dtype"] = "float32"

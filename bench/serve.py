@@ -197,7 +197,7 @@ class Run(TimedRun):
 
     def _settings(self, checkpoint: Path) -> dict[str, Any]:
         """Settings of the service and of the tower alone. Every process sees at most one GPU."""
-        settings = {"model": str(checkpoint), "device": "cpu", "log_level": "warning"}
+        settings: dict[str, Any] = {"model": str(checkpoint), "device": "cpu"}
         if self.gpu is not None:
             return settings | {"device": "cuda:0"}
         # Tower and callers share the CPU. Each process gets one thread, and batches are small, so that a load

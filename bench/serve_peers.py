@@ -173,7 +173,7 @@ class TowerAlone:
         from encoder_service.ops.logs import configure_logs
         from encoder_service.startup import capture_graphs, load_model, warm_up_grids
 
-        configure_logs("text", "warning")
+        configure_logs("text", "warning", sys.stderr)
         self._settings = parse_settings(**settings)
         begun_s = time.perf_counter()
         self._model = load_model(self._settings)

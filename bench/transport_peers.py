@@ -193,7 +193,7 @@ class Encoder:
         root = Path(folder)
         make_checkpoint(root / "model", "qwen3_5", "tiny", 0)
         self._kind = kind
-        configure_logs("text", "warning")
+        configure_logs("text", "warning", sys.stderr)
         settings = parse_settings(
             model=root / "model",
             device="cuda:0" if kind == "device" else "cpu",

@@ -83,6 +83,8 @@ LAST_SPANS_S = 3.0
 # Readers copy announced rows within milliseconds. Those that report nothing are not waited for longer.
 UNREAD_DRAIN_S = 2.0
 DRAIN_POLL_S = 0.05
+# Between two lines about what is left.
+DRAIN_REPORT_S = 5.0
 # Copies between tiers end within this time, or the device hangs.
 STORE_STOP_S = 5.0
 
@@ -194,8 +196,11 @@ class Service:
         return self._fault is None
 
     async def start(self) -> None:
-        """Returns once the service is ready. Raises StartupError; nothing is left running then."""
+        """Returns once the service is ready, and its log says so with all addresses. Raises StartupError;
+        nothing is left running then."""
         started_s = time.monotonic()
+        settings = self.settings
+        log.info("starting", version=__version__, model=str(settings.model), device=settings.device)
         try:
             store = await self._open()
             model = await self._load(store)
@@ -215,7 +220,7 @@ class Service:
             dtype=str(model.tower.dtype).removeprefix("torch."),
             listen=",".join(self.listen),
             **self.addresses,
-            load_s=round(time.monotonic() - started_s, 2),
+            start_s=round(time.monotonic() - started_s, 2),
         )
 
     async def _open(self) -> EmbeddingStore:
@@ -307,6 +312,17 @@ class Service:
         still accepted while the health check says NOT_SERVING."""
         self.not_ready = "draining" if self._fault is None else "device fault"
         self.metrics.ready.set(0)
+        reporting = asyncio.ensure_future(self._report_what_is_left())
+        try:
+            in_time = await self._drain(delay_s)
+        finally:
+            reporting.cancel()
+        await self._release()
+        log.info("stopped", in_time=in_time)
+        return in_time
+
+    async def _drain(self, delay_s: float) -> bool:
+        """As ``stop``: returns whether all work has ended."""
         await self._grpc.set_serving(False)
         servers = [foreign.server for foreign in self.protocols.values()]
         await asyncio.gather(
@@ -319,9 +335,24 @@ class Service:
         for server in servers:
             await server.drain(ends_s)
         await self._grpc.stop(max(0.0, ends_s - time.monotonic()))
-        await self._release()
-        log.info("stopped", in_time=in_time)
         return in_time
+
+    async def _report_what_is_left(self) -> None:
+        """Logs it at once and every DRAIN_REPORT_S."""
+        log.info(
+            "draining",
+            **self.work_left(),
+            grace_s=self.settings.drain_grace_s if self._fault is None else FAULT_GRACE_S,
+            second_signal="ends at once",
+        )
+        while True:
+            await asyncio.sleep(DRAIN_REPORT_S)
+            log.info("draining", **self.work_left())
+
+    def work_left(self) -> dict[str, int]:
+        """Items that are being encoded, or wait for it; calls of every protocol that are in progress."""
+        num_items = 0 if self.pipeline is None else len(self.pipeline.inflight)
+        return {"items_left": num_items, "calls_left": self.num_calls() - num_items}
 
     async def _wait_for_readers(self, ends_s: float) -> None:
         """Returns once readers have reported all announced rows as read, or at that time."""
@@ -364,9 +395,9 @@ async def close_store(store: EmbeddingStore) -> None:
         store.close()
 
 
-async def serve(settings: Settings, announce: Callable[[Service], None]) -> int:
-    """Runs the service until a signal or a fault, and returns the process's exit code. announce: is called
-    once when the service is ready. A second signal cuts the grace short. Raises StartupError."""
+async def serve(settings: Settings) -> int:
+    """Runs the service until a signal or a fault, and returns the process's exit code. A second signal ends
+    it at once. Raises StartupError."""
     delay_s = 0.0
     service = Service(within_descriptors(settings, raise_limit()))
     loop = asyncio.get_running_loop()
@@ -377,6 +408,7 @@ async def serve(settings: Settings, announce: Callable[[Service], None]) -> int:
         nonlocal delay_s
         delay_s = LEAVE_S if number is signal.SIGTERM else 0.0
         if not service.request_stop():
+            log.warning("ended at once by a second signal", signal=number.name, **service.work_left())
             main.cancel()
 
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -389,10 +421,10 @@ async def serve(settings: Settings, announce: Callable[[Service], None]) -> int:
             starting.cancel()
             with contextlib.suppress(asyncio.CancelledError, StartupError):
                 await starting
+            log.info("stopped before it was ready")
             return 0
         starting.result()
         gc.freeze()  # garbage collections then skip torch and the model
-        announce(service)
         trimming = asyncio.ensure_future(return_freed_memory(service.num_calls))
         await stopping
         trimming.cancel()

@@ -6,15 +6,12 @@ Functions from settings to parts. ``serve`` calls them in order and owns the par
 from __future__ import annotations
 
 import math
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import structlog
 import torch
-from rich.console import Console
-from rich.progress import Progress
 
 from encoder_service.admin.gauges import register_segments
 from encoder_service.broker import Broker, BrokerLimits, broker_options
@@ -23,7 +20,7 @@ from encoder_service.config import AUTO, Settings
 from encoder_service.engine.device import DeviceEngine
 from encoder_service.engine.fast_path import build_graph_runner
 from encoder_service.engine.faults import first_line
-from encoder_service.engine.graphs import CaptureRecord, GraphRunner
+from encoder_service.engine.graphs import GraphRunner
 from encoder_service.errors import ConfigurationError, DeviceFault
 from encoder_service.ingest.cores import usable_cores
 from encoder_service.ingest.decode import DecodeLimits
@@ -107,6 +104,7 @@ def load_model(settings: Settings) -> ServedModel:
     id that are missing are fetched first."""
     model = hub_id(settings.model)
     folder = settings.model if model is None else fetched(model)
+    started_s = time.monotonic()
     loaded = load_tower(folder, device=torch.device(settings.device), dtype=tower_dtype(settings, folder))
     limits = DecodeLimits(settings.max_encoded_bytes, settings.max_image_pixels)
     clips = clip_limits(settings, settings.max_image_pixels, settings.ingest_threads or usable_cores())
@@ -116,6 +114,9 @@ def load_model(settings: Settings) -> ServedModel:
             f"{settings.model}: the processor makes patches of {preprocessor.patch_dim} elements, the tower "
             f"takes {loaded.tower.patch_dim}"
         )
+    num_bytes = sum(parameter.nbytes for parameter in loaded.tower.parameters())
+    seconds = round(time.monotonic() - started_s, 1)
+    log.info("vision tensors loaded", folder=str(folder), mib=num_bytes >> 20, seconds=seconds)
     name = settings.model_name or (folder.resolve().name if model is None else model.name)
     return ServedModel(
         name,
@@ -153,7 +154,7 @@ def fetched(model: HubId) -> Path:
 
 def capture_graphs(model: ServedModel, settings: Settings) -> GraphRunner | None:
     """The fast path, every graph captured, or None where the plain tower serves. Runs on a thread of its
-    own; shows its progress on a terminal. Raises ConfigurationError."""
+    own. Raises ConfigurationError."""
     device = model.tower.device
     if device.type != "cuda" or settings.tower == "plain":
         if settings.attention not in (AUTO, "sdpa"):
@@ -163,23 +164,15 @@ def capture_graphs(model: ServedModel, settings: Settings) -> GraphRunner | None
             )
         return None
     torch.cuda.set_device(device)
-    with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as progress:
-        bar = progress.add_task("capturing graphs", total=None)
-
-        def show(_: CaptureRecord, left: int) -> None:
-            done = int(progress.tasks[bar].completed) + 1
-            progress.update(bar, completed=done, total=done + left)
-
-        return build_graph_runner(
-            model.tower,
-            attention=settings.attention,
-            deterministic=settings.deterministic,
-            max_patches=settings.max_patches_per_batch,
-            longest_item=model.preprocessor.longest_item,
-            bucket_sizes=settings.bucket_sizes,
-            choices_dir=choices_folder(settings),
-            progress=show,
-        )
+    return build_graph_runner(
+        model.tower,
+        attention=settings.attention,
+        deterministic=settings.deterministic,
+        max_patches=settings.max_patches_per_batch,
+        longest_item=model.preprocessor.longest_item,
+        bucket_sizes=settings.bucket_sizes,
+        choices_dir=choices_folder(settings),
+    )
 
 
 def failure_text(error: Exception, device: str) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from bench.harness.pods import ANSWER_S, Pod, environment
+from bench.harness.ready import ready_in
 
 # As in the service's images (deploy/docker): freed message buffers stay mapped and are reused.
 IMAGE_MALLOC = {
@@ -119,19 +119,19 @@ class ServiceProcess:
     def __init__(
         self, settings: Mapping[str, Any], log: Path, *, gpu: int | None, start_s: float = START_S
     ) -> None:
-        """settings: by name. log: a file for its standard error. start_s: the time limit until it is ready.
+        """settings: by name. log: a file for its output. start_s: the time limit until it is ready.
         Raises ProcessFailed."""
         variables = {f"VE_{name.upper()}": str(value) for name, value in settings.items()}
         inherited = environment(visible_gpu(gpu))
         if gpu is not None:
             del inherited["OMP_NUM_THREADS"]
         self._log = log
-        with log.open("wb") as errors, log.with_suffix(".out").open("wb") as output:
+        with log.open("wb") as output:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "encoder_service", "serve"],
                 env={**inherited, **IMAGE_MALLOC, **variables},
                 stdout=output,
-                stderr=errors,
+                stderr=output,
             )
         begun_s = time.monotonic()
         try:
@@ -173,14 +173,13 @@ class ServiceProcess:
         return self._process.returncode
 
     def _wait_ready(self, ends_s: float) -> tuple[str, str]:
-        output = self._log.with_suffix(".out")
         while time.monotonic() < ends_s:
-            found = re.search(r" at (\S+).*\(admin http://(\S+)\)", output.read_text(errors="replace"))
-            if found is not None:
-                return found[1], found[2]
-            if self._process.poll() is not None:
-                lines = self._log.read_text(errors="replace").strip().splitlines()
-                raise ProcessFailed(lines[-1] if lines else f"exit status {self._process.returncode}")
+            has_ended = self._process.poll() is not None
+            lines = self._log.read_text(errors="replace").splitlines(keepends=True)
+            if ready := ready_in(lines):
+                return ready["listen"], ready["admin"]
+            if has_ended:
+                raise ProcessFailed(lines[-1].strip() if lines else f"exit status {self._process.returncode}")
             time.sleep(0.1)
         raise ProcessFailed("the service was not ready in time")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
 import os
 import re
@@ -16,11 +17,13 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 import urllib.request
 from pathlib import Path
 from typing import Any
 
 from bench.harness.processes import ROOT, python_path
+from bench.harness.ready import ready_in
 
 START_S, ANSWER_S = 120.0, 120.0
 ISOLATE = ("unshare", "--pid", "--ipc", "--mount", "--fork", "--kill-child", "--mount-proc")
@@ -57,14 +60,19 @@ class Pod:
             stdout=subprocess.PIPE,
             text=True,
         )
+        self._received = b""
 
     def line(self, timeout_s: float) -> str:
         assert self.process.stdout is not None
-        ready, _, _ = select.select([self.process.stdout], [], [], timeout_s)
-        assert ready, f"no line came within {timeout_s:g} s"
-        line = self.process.stdout.readline()
-        assert line, f"the process ended with {self.process.wait(30)}"
-        return line
+        output, ends_s = self.process.stdout.fileno(), time.monotonic() + timeout_s
+        while b"\n" not in self._received:
+            ready, _, _ = select.select([output], [], [], max(0.0, ends_s - time.monotonic()))
+            assert ready, f"no line came within {timeout_s:g} s"
+            data = os.read(output, 1 << 16)
+            assert data, f"the process ended with {self.process.wait(30)}"
+            self._received += data
+        line, end, self._received = self._received.partition(b"\n")
+        return (line + end).decode()
 
     def send(self, do: str, **command: object) -> None:
         assert self.process.stdin is not None
@@ -115,7 +123,6 @@ class EncoderPod:
             "VE_LISTEN": self.target,
             "VE_ADMIN_LISTEN": "127.0.0.1:0",
             "VE_BROKER_PATH": str(self.broker_path),
-            "VE_LOG_LEVEL": "warning",
             **{f"VE_{name.upper()}": str(value) for name, value in settings.items()},
         }
         self.launch()
@@ -124,10 +131,8 @@ class EncoderPod:
         self.pod = Pod(self._gpu, "encoder_service", "serve", **self._variables)
 
     def wait_ready(self) -> None:
-        ready = self.pod.line(START_S)
-        admin = re.search(r"admin (http://\S+)\)", ready)
-        assert admin, ready
-        self._admin = admin[1]
+        ready = ready_in(self.pod.line(START_S) for _ in itertools.count())
+        self._admin = f"http://{ready['admin']}"
 
     def figure(self, name: str, **labels: str) -> float:
         return figure(self._admin, name, **labels)

@@ -6,16 +6,20 @@ Owns the names and help texts of these metrics. The objects that they describe k
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+from encoder_service import __version__
 from encoder_service.broker import Broker
 from encoder_service.engine.device import DeviceEngine
 from encoder_service.engine.graphs import GraphRunner
 from encoder_service.ingest.pixel_segments import PixelSegments
 from encoder_service.ops.metrics import Metrics
-from encoder_service.pipeline import Pipeline
+from encoder_service.pipeline import Pipeline, ServedModel
 from encoder_service.scheduler.buckets import Bucket
 from encoder_service.store.embedding_store import EmbeddingStore
+from encoder_service.towers.attention import SdpaAttention
+from encoder_service.towers.attention.cases import ATTENTION
+from encoder_service.towers.gemm import TORCH_GEMM
 
 
 def register_gauges(metrics: Metrics, pipeline: Pipeline, engine: DeviceEngine) -> None:
@@ -58,6 +62,23 @@ def register_gauges(metrics: Metrics, pipeline: Pipeline, engine: DeviceEngine) 
     if engine.graphs is not None:
         register_graphs(metrics, engine.graphs)
     register_store(metrics, pipeline.store)
+    register_build(metrics, pipeline.model, [] if engine.graphs is None else engine.graphs.choices)
+
+
+def register_build(metrics: Metrics, model: ServedModel, choices: Sequence[tuple[str, str, str]]) -> None:
+    """Sets what serves. choices: of kernels, as in ``GraphRunner``; empty for the plain tower."""
+    attention = {name for operation, _, name in choices if operation == ATTENTION}
+    gemms = {name for operation, _, name in choices if operation != ATTENTION}
+    facts = {
+        "version": __version__,
+        "model": model.name,
+        "family": model.family,
+        "device": str(model.tower.device),
+        "dtype": str(model.tower.dtype).removeprefix("torch."),
+        "attention": ",".join(sorted(attention)) or SdpaAttention.name,
+        "gemm": ",".join(sorted(gemms)) or TORCH_GEMM.name,
+    }
+    metrics.build_info.labels(**facts).set(1)
 
 
 def register_graphs(metrics: Metrics, graphs: GraphRunner) -> None:

@@ -20,7 +20,7 @@ import socket
 from collections.abc import Collection
 
 from starlette.datastructures import Headers
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from encoder_service.admin.app import Readiness, create_admin_app
@@ -30,10 +30,13 @@ from encoder_service.admin.saturation import Saturation
 from encoder_service.broker import Broker
 from encoder_service.config import Settings
 from encoder_service.engine.device import DeviceEngine
+from encoder_service.errors import PermissionDenied, Unauthenticated, VisionEncoderError
 from encoder_service.ops.http_server import HttpLimits, HttpServer
 from encoder_service.ops.metrics import Metrics
 from encoder_service.ops.tls import certificate_files, server_context
 from encoder_service.pipeline import Pipeline
+from encoder_service.rpc.observed import Call
+from encoder_service.rpc.status import failure_of, status_of
 
 SAMPLE_EVERY_S = 1.0
 # Bodies of the largest size that are held at a time.
@@ -45,7 +48,7 @@ HOST = re.compile(r"(?:\[(?P<address>[0-9a-f:.]+)\]|(?P<name>[a-z0-9_.-]+))(?::\
 PRIVATE_DOMAINS = (".svc", ".svc.cluster.local", ".internal")
 UNKNOWN_HOST = (
     "the admin plane does not answer to this host name: use its address, localhost, a name without a dot, or "
-    f"a name that ends in {' or '.join(PRIVATE_DOMAINS)}; a proxy has to send one of these as Host\n"
+    f"a name that ends in {' or '.join(PRIVATE_DOMAINS)}; a proxy has to send one of these as Host"
 )
 CHALLENGE = {"WWW-Authenticate": 'Basic realm="vision-encoder admin", charset="UTF-8"'}
 
@@ -72,7 +75,7 @@ class AdminPlane:
         if settings.admin_tls and settings.tls_cert is not None and settings.tls_key is not None:
             pair = settings.tls_cert, settings.tls_key
             tls = server_context(certificate_files(*pair), *pair)
-        guard = AdminGuard(app, token, settings.admin_listen.rpartition(":")[0])
+        guard = AdminGuard(app, token, settings.admin_listen.rpartition(":")[0], self._metrics)
         max_bytes = settings.max_encoded_bytes
         limits = HttpLimits(settings.max_connections, max_bytes, NUM_BODIES * max_bytes)
         self._server = HttpServer(guard, settings.admin_listen, limits, tls)
@@ -103,10 +106,10 @@ class AdminPlane:
 
 class AdminGuard:
     """ASGI middleware that checks the host, the token and the origin. token: empty if none is required.
-    listen_host: known besides the hosts of ``is_known_host``."""
+    listen_host: known besides the hosts of ``is_known_host``. metrics: count what it refuses."""
 
-    def __init__(self, app: ASGIApp, token: str, listen_host: str) -> None:
-        self._app = app
+    def __init__(self, app: ASGIApp, token: str, listen_host: str, metrics: Metrics) -> None:
+        self._app, self._metrics = app, metrics
         self._digest = digest(token) if token else None
         self._own_names = frozenset((listen_host.lower(), socket.gethostname().lower()))
 
@@ -114,19 +117,25 @@ class AdminGuard:
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
             refused = self._refusal(scope)
             if refused is not None:
-                await refused(scope, receive, send)
+                error, status = refused
+                host, port = scope["client"] or ("", 0)
+                call = Call("admin", "", peer=f"{host}:{port}", host=host)
+                call.failed(self._metrics, failure_of(error), status_of(error).name)
+                headers = CHALLENGE if status == 401 else {}
+                await PlainTextResponse(f"{error.message}\n", status, headers)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
-    def _refusal(self, scope: Scope) -> Response | None:
+    def _refusal(self, scope: Scope) -> tuple[VisionEncoderError, int] | None:
+        """The error and its HTTP status for a request that is refused."""
         headers = Headers(scope=scope)
         # Over TLS the browser has compared the host's name with the certificate.
         if scope["scheme"] != "https" and not is_known_host(headers.get("host", ""), self._own_names):
-            return PlainTextResponse(UNKNOWN_HOST, 421)
+            return PermissionDenied(UNKNOWN_HOST), 421
         if self._digest is not None and not hmac.compare_digest(digest(offered_token(headers)), self._digest):
-            return PlainTextResponse("a token is needed\n", 401, CHALLENGE)
+            return Unauthenticated("a token is needed"), 401
         if scope["method"] not in SAFE_METHODS and is_foreign(scope["scheme"], headers):
-            return PlainTextResponse("sent by a page of another origin\n", 403)
+            return PermissionDenied("sent by a page of another origin"), 403
         return None
 
 

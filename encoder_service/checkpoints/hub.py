@@ -14,6 +14,7 @@ import contextlib
 import fcntl
 import hashlib
 import json
+import logging
 import os
 import re
 import shutil
@@ -69,6 +70,8 @@ from encoder_service.towers.config import VisionConfig
 from encoder_service.towers.registry import parse_config
 
 log = structlog.get_logger(__name__)
+# Its lines are those of the log; it would also write them to standard error.
+logging.getLogger("huggingface_hub").handlers.clear()
 
 LIBRARY = "vision-encoder"
 # Settings of the processors. A checkpoint has some of them.

@@ -32,7 +32,7 @@ def download(
     from encoder_service.errors import StartupError
     from encoder_service.ops.logs import configure_logs
 
-    configure_logs("text", "info")
+    configure_logs("text", "info", sys.stderr)  # standard output has the folder
     try:
         folder = fetch(found)
     except StartupError as error:

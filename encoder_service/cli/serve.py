@@ -20,7 +20,6 @@ from encoder_service.cli.output import EXIT_CANNOT_START, EXIT_FAILED
 
 if TYPE_CHECKING:
     from encoder_service.config import Settings
-    from encoder_service.serve import Service
 
 
 class GroupedCommand(TyperCommand):
@@ -71,17 +70,19 @@ def serve(**options: Any) -> None:
     from encoder_service.checkpoints.hub_id import check_model
     from encoder_service.config import parse_settings
     from encoder_service.errors import StartupError, missing_module
-    from encoder_service.ops.logs import configure_logs, never_wait
+    from encoder_service.ops.logs import configure_logs, never_wait, silence_grpc
 
     try:
         settings = parse_settings(**given_options(options))
+        # First, so that warnings of what is imported are lines of the log too.
+        configure_logs(settings.log_format, settings.log_level, never_wait())
+        silence_grpc()
         check_model(settings.model)
         check_files(settings)
         # Imports torch, for seconds, which an answer to a wrong setting does not wait for.
         from encoder_service.serve import serve as run
 
-        configure_logs(settings.log_format, settings.log_level, never_wait())
-        code = asyncio.run(run(settings, announce))
+        code = asyncio.run(run(settings))
     except StartupError as error:
         leave(EXIT_CANNOT_START, f"vision-encoder: cannot start: {error.message}")
     except ModuleNotFoundError as error:
@@ -110,19 +111,6 @@ def given_options(options: Mapping[str, Any]) -> dict[str, str | bool]:
         for name, value in options.items()
         if value is not None and value != [] and value != ()
     }
-
-
-def announce(service: Service) -> None:
-    """The one line on standard output that says the service takes work. Without a reader it is lost."""
-    assert service.info is not None
-    model = service.info.models[0]
-    admin = f" (admin http://{service.addresses['admin']})" if "admin" in service.addresses else ""
-    with contextlib.suppress(OSError):  # a closed pipe or a full disk does not end the service
-        print(
-            f"ready: {model.name} ({model.family}) on {service.settings.device} "
-            f"at {' '.join(service.listen)}{admin}",
-            flush=True,
-        )
 
 
 def leave(code: int, message: str = "") -> NoReturn:

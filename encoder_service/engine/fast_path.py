@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,9 @@ import torch
 
 from encoder_service.engine.calibrate import calibrate
 from encoder_service.engine.choices import ChoicesFile, KernelNames, keep_compiled
-from encoder_service.engine.graphs import CaptureRecord, GraphRunner
+from encoder_service.engine.graphs import GraphRunner
 from encoder_service.errors import ConfigurationError
+from encoder_service.ops.progress import Progress
 from encoder_service.scheduler.buckets import Bucket, BucketLadder, default_ladder, ladder_of_sizes
 from encoder_service.towers.attention import AttentionBackend, parse_attention
 from encoder_service.towers.attention.cases import ATTENTION, PackedBatch, attention_selection
@@ -48,7 +49,6 @@ def build_graph_runner(
     longest_item: int = 0,
     bucket_sizes: Sequence[int] = (),
     choices_dir: Path | None = None,
-    progress: Callable[[CaptureRecord, int], None] | None = None,
 ) -> GraphRunner | None:
     """A runner with every graph captured; None if the plain tower has to serve.
 
@@ -78,8 +78,8 @@ def build_graph_runner(
     if choices_dir is not None:
         file = ChoicesFile.of_device(choices_dir, tower.device, selections.measured)
     kernels = choose_kernels(selections, file)
-    log.info("kernels chosen", seconds=round(time.monotonic() - started_s, 1))
-    runner = captured_runner(tower, kernels, ladder, progress)
+    log.info("kernels chosen", seconds=round(time.monotonic() - started_s, 1), **kernels.used)
+    runner = captured_runner(tower, kernels, ladder)
     # Not if deterministic: measured costs differ between starts, and with them the bucket of a batch.
     calibration = None if deterministic else calibrate(runner, tower.merge_size, clock=time.monotonic)
     if calibration is not None:
@@ -88,12 +88,7 @@ def build_graph_runner(
     return runner
 
 
-def captured_runner(
-    tower: PlainTower,
-    kernels: Kernels,
-    ladder: BucketLadder,
-    progress: Callable[[CaptureRecord, int], None] | None = None,
-) -> GraphRunner:
+def captured_runner(tower: PlainTower, kernels: Kernels, ladder: BucketLadder) -> GraphRunner:
     """A runner of the fused tower with these kernels, every graph captured."""
     from encoder_service.towers.fused import FusedTower  # needs triton, which only GPUs require
 
@@ -105,14 +100,12 @@ def captured_runner(
         for case, name in by_case.items()
     ]
     runner = GraphRunner(fused, ladder, tower.device, capture=True, clock=time.monotonic, choices=choices)
-    runner.capture_all(progress)
+    runner.capture_all()
     log.info(
         "graphs captured",
         graphs=len(ladder),
         sizes=len(ladder.sizes),
         max_patches=ladder.max_patches,
-        attention=sorted({name for operation, _, name in choices if operation == ATTENTION}),
-        gemms=sorted({name for operation, _, name in choices if operation != ATTENTION}),
         capture_s=round(time.monotonic() - started_s, 1),
         captured_mib=runner.captured_bytes >> 20,
         paired_mib=fused.paired_bytes >> 20,
@@ -168,6 +161,12 @@ class Kernels:
             step: by_rows.names for step, by_rows in self.gemms.items()
         }
 
+    @property
+    def used(self) -> dict[str, list[str]]:
+        """The names of those that are used in any case."""
+        gemms = {name for by_rows in self.gemms.values() for name in by_rows.names.values()}
+        return {"attention": sorted({*self.attention.names.values()}), "gemms": sorted(gemms)}
+
 
 @dataclass(frozen=True)
 class KernelSelections:
@@ -216,15 +215,23 @@ class KernelSelections:
 
     def check(self, names: KernelNames) -> Kernels:
         """The saved choices. Raises ConfigurationError if one is not available or deviates from float32."""
-        attention = self.attention.check(names[ATTENTION])
-        gemms = {step: selection.check(names.get(step, {})) for step, selection in self.gemms.items()}
+        progress = self._progress("checking kernels")
+        attention = self.attention.check(names[ATTENTION], progress)
+        gemms = {
+            step: selection.check(names.get(step, {}), progress) for step, selection in self.gemms.items()
+        }
         return Kernels(attention, gemms or TORCH_CHOICES)
 
     def measure(self, time_ms: TimeMs) -> Kernels:
         """The fastest correct candidates. Raises ConfigurationError if no attention backend is correct."""
-        attention = self.attention.measure(time_ms)
-        gemms = {step: selection.measure(time_ms) for step, selection in self.gemms.items()}
+        progress = self._progress("measuring kernels")
+        attention = self.attention.measure(time_ms, progress)
+        gemms = {step: selection.measure(time_ms, progress) for step, selection in self.gemms.items()}
         return Kernels(attention, gemms or TORCH_CHOICES)
+
+    def _progress(self, event: str) -> Progress:
+        selections: list[Selection[Any]] = [self.attention, *self.gemms.values()]
+        return Progress(event, sum(len(selection.cases) for selection in selections))
 
 
 def choose_kernels(

@@ -26,6 +26,7 @@ import torch
 
 from encoder_service.engine.streams import Streams, streams_of
 from encoder_service.errors import ConfigurationError, InternalError, NotReady
+from encoder_service.ops.progress import Progress
 from encoder_service.scheduler.buckets import Bucket, BucketLadder
 from encoder_service.scheduler.cost import Calibration, Launch
 from encoder_service.towers.fused_inputs import BucketShape, FusedInputs
@@ -231,12 +232,9 @@ class GraphRunner:
         return rows[0]
 
     @torch.inference_mode()
-    def capture_all(
-        self, progress: Callable[[CaptureRecord, int], None] | None = None
-    ) -> list[CaptureRecord]:
+    def capture_all(self) -> list[CaptureRecord]:
         """Captures every bucket, largest first, and returns a record of each; does nothing without
-        ``capture``. ``progress`` is called after each capture with its record and the number of remaining
-        ones."""
+        ``capture``. Logs its progress."""
         if not self._capture:
             return []
         torch.cuda.synchronize(self._device)
@@ -247,14 +245,14 @@ class GraphRunner:
         stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         pool = torch.cuda.graph_pool_handle()
         records: list[CaptureRecord] = []
+        progress = Progress("capturing graphs", len(self._ladder))
         for bucket in self._ladder.largest_first:
             started_s = self._clock()
             self._graphs[bucket] = captured = self._capture_one(bucket, stream, pool)
             seconds = self._clock() - started_s
             record = CaptureRecord(bucket, seconds, pool_bytes(captured.graph.pool(), self._device))
             records.append(record)
-            if progress is not None:
-                progress(record, len(self._ladder) - len(records))
+            progress.step()
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
         free_after, _ = torch.cuda.mem_get_info(self._device)

@@ -36,6 +36,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from encoder_service.errors import BodyTooLarge, ConfigurationError, DeadlineExceeded, QueueFull
+from encoder_service.ops.logs import RepeatedLines
 from encoder_service.ops.shares import Holder, Shares
 
 log = structlog.get_logger(__name__)
@@ -316,6 +317,7 @@ class RequestLimits:
         self._app = app
         self._max_body_bytes = limits.max_body_bytes
         self._requests = Shares(max(1, int(limits.max_connections * REQUESTS_SHARE)))
+        self._lines = RepeatedLines()
         self.bodies = Shares(limits.max_bodies_bytes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -324,6 +326,9 @@ class RequestLimits:
             return
         holder = (peer_address(scope["client"]),)
         if not self._requests.take(holder):
+            left_out = self._lines.due("refused")
+            if left_out is not None:
+                log.warning("HTTP requests are refused", peer=holder[0], path=scope["path"], **left_out)
             await self._refusal(holder)(scope, receive, send)
             return
         exchange = _Exchange(Headers(scope=scope), receive, send, self.bodies, holder, self._max_body_bytes)

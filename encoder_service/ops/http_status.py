@@ -19,6 +19,7 @@ HTTP_STATUS_BY_ERROR: dict[type[errors.VisionEncoderError], int] = {
     errors.DeviceFault: 503,
     errors.TransportUnavailable: 504,
     errors.DeadlineExceeded: 504,
+    errors.Cancelled: 499,  # nobody reads it
     errors.VisionEncoderError: 500,
 }
 

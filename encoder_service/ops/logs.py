@@ -1,13 +1,14 @@
-"""Structured logs: one event per line on standard error, readable or JSON.
+"""Structured logs: one event per line on standard output, readable or JSON.
 
-Owns the format of the lines, the request id that connects the lines of one request, and the thread that
-writes them. The id is a context variable, so it is in every line of the task that serves a call and of the
-tasks that this task starts.
+Owns the format of the lines, the request id that connects the lines of one request, which lines are left out
+because they repeat, and the thread that writes them. The id is a context variable, so it is in every line of
+the task that serves a call and of the tasks that this task starts.
 
-Logging never blocks on the reader of standard error, because lines go through a bounded queue to the thread.
+Logging never blocks on the reader of standard output, because lines go through a bounded queue to the thread.
 If the queue is full, a line is lost and counted. A line that cannot be written is lost. Lines that libraries
-log in Python go through the same queue. Libraries that write to a descriptor directly, such as gRPC, are made
-not to block either (``never_wait``).
+log in Python, and Python's warnings, go through the same queue. Libraries that write to a descriptor directly
+are made not to block either (``never_wait``), and gRPC is made silent (``silence_grpc``): its lines go to
+standard error in a format of their own.
 """
 
 from __future__ import annotations
@@ -40,9 +41,11 @@ MAX_WAITING_LINES = 10_000
 # Longest time that the process waits at its end for lines that are not written yet.
 FLUSH_S = 1.0
 FLUSH_POLL_S = 0.005
-# A line that is repeated by a fault or a peer is written once in this time.
+# Of lines that a fault or a peer repeats, a few are written in this time.
 REPEAT_S = 10.0
 MAX_KINDS = 1000
+# Read by gRPC when it starts.
+GRPC_VERBOSITY = "GRPC_VERBOSITY"
 
 # For callers without an id: a random part per process, then a counter. These ids are unique, not secret.
 _PROCESS_ID = uuid.uuid4().hex[:16]
@@ -97,24 +100,28 @@ class LineQueue(QueueHandler):
 
 
 class RepeatedLines:
-    """Lets one of many equal lines pass in REPEAT_S, and counts the others. Thread-safe, except that the
+    """Lets a few of many equal lines pass in REPEAT_S, and counts the others. Thread-safe, except that the
     count may then be too small."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._shown: dict[Hashable, tuple[float, int]] = {}
+        # By kind: the start of its REPEAT_S, and the number of lines since then.
+        self._lines: dict[Hashable, tuple[float, int]] = {}
 
-    def due(self, kind: Hashable) -> dict[str, int] | None:
-        """None for a line that is left out. Otherwise fields for the line: how many were left out before
-        it."""
+    def due(self, kind: Hashable, max_lines: int = 1) -> dict[str, int] | None:
+        """None for a line that is left out, because ``max_lines`` have passed. Otherwise fields for the line:
+        how many were left out before it."""
         now_s = self._clock()
-        shown_s, num_left_out = self._shown.get(kind, (-REPEAT_S, 0))
-        if now_s - shown_s < REPEAT_S:
-            self._shown[kind] = shown_s, num_left_out + 1
+        started_s, num_lines = self._lines.get(kind, (now_s, 0))
+        num_left_out = 0
+        if now_s - started_s >= REPEAT_S:
+            num_left_out = max(0, num_lines - max_lines)
+            started_s, num_lines = now_s, 0
+        if kind not in self._lines and len(self._lines) >= MAX_KINDS:
+            self._lines.clear()
+        self._lines[kind] = started_s, num_lines + 1
+        if num_lines >= max_lines:
             return None
-        if len(self._shown) >= MAX_KINDS:
-            self._shown.clear()
-        self._shown[kind] = now_s, 0
         return {"num_left_out": num_left_out} if num_left_out else {}
 
 
@@ -126,7 +133,7 @@ class LibraryLines(logging.Handler):
         self._repeated = RepeatedLines()
 
     def emit(self, record: logging.LogRecord) -> None:
-        text = record.getMessage()
+        text = " ".join(record.getMessage().split())  # warnings and asyncio's errors have several lines
         # Lines with the same template are equal. Python's warnings all have the template "%s".
         template = text if record.msg == "%s" else str(record.msg)
         error = record.exc_info[0] if record.exc_info else None
@@ -141,24 +148,27 @@ def configure_logs(
     stream: TextIO | None = None,
 ) -> None:
     """Sets up structlog and the logs of libraries for the process. level: debug, info, warning or error.
-    stream: by default standard error."""
-    stream = stream or sys.stderr or open(os.devnull, "w")  # noqa: SIM115 - the process has no standard error
-    renderer: structlog.typing.Processor = (
-        structlog.processors.JSONRenderer()
-        if format == "json"
-        else structlog.dev.ConsoleRenderer(
-            colors=stream.isatty(),
-            # The default prints the local variables of all frames, which include image bytes of callers.
-            exception_formatter=structlog.dev.plain_traceback,
-        )
-    )
+    stream: by default standard output."""
+    stream = stream or sys.stdout or open(os.devnull, "w")  # noqa: SIM115 - the process has no standard output
     processors: list[structlog.typing.Processor] = [
         structlog.contextvars.merge_contextvars,
         structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
     ]
     if format == "json":
-        processors.append(structlog.processors.format_exc_info)
+        processors += [
+            structlog.processors.format_exc_info,
+            in_order,
+            structlog.processors.JSONRenderer(),
+        ]
+    else:
+        renderer = structlog.dev.ConsoleRenderer(
+            colors=stream.isatty(),
+            sort_keys=False,
+            # The default prints the local variables of all frames, which include image bytes of callers.
+            exception_formatter=structlog.dev.plain_traceback,
+        )
+        processors += [escaped, renderer]
     global _lines, _library_lines
     stop_logs()
     logging.raiseExceptions = False  # no traceback for a line that cannot be written
@@ -169,11 +179,25 @@ def configure_logs(
     lines = logging.Logger("encoder_service.lines")  # not a child of the root logger
     lines.addHandler(_lines)
     structlog.configure(
-        processors=[*processors, renderer],
+        processors=processors,
         wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())),
         logger_factory=lambda *_: lines,
         cache_logger_on_first_use=True,
     )
+
+
+def in_order(_: object, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+    """A processor: what every line has comes first."""
+    return {**{name: event[name] for name in ("timestamp", "level", "event")}, **event}
+
+
+def escaped(_: object, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+    """A processor: what a terminal would interpret, and line breaks, are escaped. Callers choose namespaces
+    and parts of errors."""
+    return {
+        name: repr(value)[1:-1] if isinstance(value, str) and not value.isprintable() else value
+        for name, value in event.items()
+    }
 
 
 @atexit.register
@@ -213,7 +237,7 @@ class _WaitingFile(io.FileIO):
 
 def never_wait() -> TextIO | None:
     """Makes standard output and error of this process lose data that no reader takes, both in Python and for
-    libraries that write to their descriptors. Returns a stream on standard error that still blocks, for
+    libraries that write to their descriptors. Returns a stream on standard output that still blocks, for
     ``configure_logs``; None if there is none. The last words of a crash need no thread: they are written
     directly."""
     waiting = None
@@ -226,7 +250,7 @@ def never_wait() -> TextIO | None:
             continue  # closed, or replaced by a stream without a descriptor
         if is_file:
             continue  # has no reader
-        if name == "stderr":
+        if name == "stdout":
             waiting = _text(_WaitingFile(os.dup(descriptor), "w"), stream)
         _stop_waiting(descriptor)
         setattr(sys, name, _text(_LosingFile(descriptor, "w", closefd=False), stream))
@@ -248,3 +272,9 @@ def _stop_waiting(descriptor: int) -> None:
     else:
         os.dup2(own, descriptor)
         os.close(own)
+
+
+def silence_grpc() -> None:
+    """Keeps gRPC's native library from writing to standard error, unless the user has set its variable. Has
+    to be called before gRPC's first use."""
+    os.environ.setdefault(GRPC_VERBOSITY, "NONE")

@@ -1,6 +1,8 @@
 """Prometheus metrics of one service process.
 
-Owns names, labels and buckets. Each ``Metrics`` has a registry of its own.
+Owns names, labels and buckets. Each ``Metrics`` has a registry of its own, with the process's CPU time,
+memory and descriptors (``process_*``) beside those of the service. Counters have no ``_created`` series,
+which would double their number.
 """
 
 from __future__ import annotations
@@ -8,7 +10,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    disable_created_metrics,
+)
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
@@ -22,6 +31,9 @@ STAGES = (
 )  # fmt: skip
 STEP_BUCKETS_S = (0.00005, 0.0001, 0.00015, 0.0002, 0.0003, 0.0005, 0.001, 0.003, 0.01, 0.1, 1.0, 10.0)
 CONTENT_TYPE = CONTENT_TYPE_LATEST
+BUILD = ("version", "model", "family", "device", "dtype", "attention", "gemm")
+
+disable_created_metrics()  # type: ignore[no-untyped-call]  # of the whole process: there is no other way
 
 
 class Metrics:
@@ -29,6 +41,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)
         counter = functools.partial(Counter, registry=self.registry)
         gauge = functools.partial(Gauge, registry=self.registry)
         histogram = functools.partial(Histogram, registry=self.registry)
@@ -39,6 +52,10 @@ class Metrics:
             ["tier"],
         )
         self.failures = counter("ve_item_failures_total", "Failed items by reason.", ["reason"])
+        self.unknown_keys = counter(
+            "ve_unknown_keys_total",
+            "Items asked for by key or digest alone that are neither stored nor being encoded.",
+        )
         self.rejections = counter(
             "ve_rejections_total",
             "Items and calls refused because the service was full or not ready, by reason.",
@@ -90,6 +107,11 @@ class Metrics:
             "ve_kernel_choice",
             "1 for the chosen kernel: attention by patches x longest sequence, matrix products by rows.",
             ["step", "shape", "library"],
+        )
+        self.build_info = gauge(
+            "ve_build_info",
+            "1, with what serves as labels. attention and gemm: the libraries in use, comma separated.",
+            BUILD,
         )
         self.ready = gauge("ve_ready", "1 while the service takes work.")
 

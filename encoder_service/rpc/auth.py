@@ -64,11 +64,17 @@ def unauthenticated(token: str) -> Unauthenticated:
     return Unauthenticated("the call needs a token that opens its namespace: authorization: Bearer <token>")
 
 
-def host_of(peer: str) -> str:
-    """The host of a peer, which gRPC writes as ipv4:10.0.0.7:4711 or ipv6:%5Bfd00::7%5D:4711. All peers on
-    unix sockets are one host, "unix"."""
+def host_port_of(peer: str) -> str:
+    """host:port of a peer, which gRPC writes as ipv4:10.0.0.7:4711 or ipv6:%5Bfd00::7%5D:4711. All peers on
+    unix sockets are "unix"."""
     kind, _, address = peer.partition(":")
-    return unquote(address).rpartition(":")[0].strip("[]") if kind in ("ipv4", "ipv6") else "unix"
+    return unquote(address) if kind in ("ipv4", "ipv6") else "unix"
+
+
+def host_of(peer: str) -> str:
+    """The host of a peer, without its port."""
+    address = host_port_of(peer)
+    return address if address == "unix" else address.rpartition(":")[0].strip("[]")
 
 
 def holder_of_caller(names: tuple[str, ...], host: str) -> Holder:

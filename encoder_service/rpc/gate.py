@@ -27,6 +27,7 @@ from encoder_service.ops.tokens import NamespaceTokens
 from encoder_service.rpc import messages, observed
 from encoder_service.rpc.arrivals import Arrivals
 from encoder_service.rpc.auth import (
+    SHOWN_CHARS,
     bearer_token,
     check_caller,
     check_namespace,
@@ -119,7 +120,7 @@ class CallGate:
             try:
                 token = bearer_token(call.metadata)
                 names = check_caller(self._tokens, token)
-                call.tokens, call.host = self._tokens, host_of(context.peer())
+                call.tokens = self._tokens
                 call.holder = holder_of_caller(names, call.host)
                 with self.permits.call(call.holder):
                     data = await self.arrivals.read(context, call.holder, RECEIVE_S)
@@ -130,6 +131,7 @@ class CallGate:
                     del data
                     namespace = getattr(request, "namespace", None)
                     if namespace is not None:
+                        call.namespace = namespace[:SHOWN_CHARS]
                         check_namespace(self._tokens, token, namespace)
                     is_refused = False
                     return await behaviour(request, context)

@@ -170,6 +170,7 @@ class VisionEncoderServicer:
 
     def _check_call(self, namespace: str, model: str, num_items: int) -> None:
         """Refuses the call as a whole. Raises InvalidRequest, UnknownModel."""
+        observed.this_call().num_items = num_items
         check_namespace(namespace)
         if len(model.encode()) > MAX_MODEL_NAME_BYTES:  # the error's trailing metadata repeats the name
             raise UnknownModel(

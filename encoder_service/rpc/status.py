@@ -20,6 +20,7 @@ import grpc
 from google.protobuf.any_pb2 import Any as PackedMessage
 from google.rpc.error_details_pb2 import ErrorInfo, RetryInfo
 from google.rpc.status_pb2 import Status
+from starlette.requests import ClientDisconnect
 
 from encoder_service import errors
 from vision_encoder.v1 import encoder_pb2 as pb
@@ -65,6 +66,8 @@ def as_service_error(error: BaseException) -> errors.VisionEncoderError:
         return error
     if isinstance(error, asyncio.CancelledError):
         return errors.Draining("the service stopped before the item was encoded")
+    if isinstance(error, ClientDisconnect):
+        return errors.Cancelled("the caller has hung up")
     return errors.InternalError(f"{type(error).__name__}: {error}")
 
 

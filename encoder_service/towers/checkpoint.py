@@ -29,6 +29,7 @@ from encoder_service.errors import (
     UninitialisedTensors,
 )
 from encoder_service.json_reader import JsonReader
+from encoder_service.ops.progress import Progress
 from encoder_service.towers.config import VisionConfig
 from encoder_service.towers.published import PublishedTensor
 
@@ -83,16 +84,18 @@ def open_file(file: Path, stack: ExitStack) -> Any:
 def vision_tensors(path: Path, config: VisionConfig) -> Iterator[tuple[PublishedTensor, torch.Tensor]]:
     """Each vision tensor of a checkpoint with its values as stored, on the host, ordered by name.
 
-    Raises CheckpointError (files), MissingTensors, UnexpectedTensors, MismatchedTensors. All of them are
-    raised from the headers, before the first tensor is read.
+    Logs its progress. Raises CheckpointError (files), MissingTensors, UnexpectedTensors, MismatchedTensors.
+    All of them are raised from the headers, before the first tensor is read.
     """
     selected = select_tensors(tensor_files(path), config, path)
     with ExitStack() as stack:
         handles = {file: open_file(file, stack) for file in sorted({file for *_, file in selected})}
         check_held(selected, {file: set(handle.keys()) for file, handle in handles.items()}, path)
         check_shapes([(tensor, name, handles[file].get_slice(name)) for tensor, name, file in selected], path)
+        progress = Progress("loading vision tensors", len(selected))
         for tensor, name, file in selected:
             yield tensor, handles[file].get_tensor(name)
+            progress.step()
 
 
 def select_tensors(files: Mapping[str, Path], config: VisionConfig, path: object) -> list[Selected]:

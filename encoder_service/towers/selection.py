@@ -19,6 +19,7 @@ import structlog
 import torch
 
 from encoder_service.errors import ConfigurationError
+from encoder_service.ops.progress import Progress
 
 log = structlog.get_logger(__name__)
 
@@ -126,20 +127,25 @@ class Selection(Generic[C]):
     errors_are_local: bool = False
     fallback: C | None = None
 
-    def measure(self, time_ms: TimeMs) -> Choices[C]:
+    def measure(self, time_ms: TimeMs, progress: Progress | None = None) -> Choices[C]:
         """The fastest correct candidate for each case. A candidate with a wrong result in one case is
         excluded from all, because a choice is also used for shapes between the measured ones. Raises
-        ConfigurationError if no candidate is left for a case and there is no fallback."""
+        ConfigurationError if no candidate is left for a case and there is no fallback. progress: takes a step
+        a case."""
         excluded: Excluded = {}
         for case in self.checks:
             self._check(case, case.open(), self.candidates, excluded)
-        times = {case.shape: self._times(case, time_ms, excluded) for case in self.cases}
+        times = {}
+        for case in self.cases:
+            times[case.shape] = self._times(case, time_ms, excluded)
+            if progress is not None:
+                progress.step()
         groups = [list(times)] if self.one_for_all else [[shape] for shape in times]
         choices = Choices(
             {shape: self._fastest(group, times, excluded) for group in groups for shape in group}
         )
         for shape, candidate in choices.by_shape.items():
-            log.info(
+            log.debug(
                 "kernel selected",
                 operation=self.operation,
                 case=name_of(shape),
@@ -148,7 +154,7 @@ class Selection(Generic[C]):
             )
         return choices
 
-    def check(self, names: Mapping[str, str]) -> Choices[C]:
+    def check(self, names: Mapping[str, str], progress: Progress | None = None) -> Choices[C]:
         """The candidates that ``names`` gives by case, checked as in ``measure`` but not timed. Raises
         ConfigurationError for a case without a known candidate, and for a candidate that fails."""
         known = {candidate.name: candidate for candidate in self.candidates}
@@ -165,6 +171,8 @@ class Selection(Generic[C]):
             self._check(case, case.open(), [*dict.fromkeys(choices.by_shape.values())], excluded)
         for case in self.cases:
             self._check(case, case.open(), [choices.by_shape[case.shape]], excluded)
+            if progress is not None:
+                progress.step()
         if excluded:
             raise ConfigurationError(f"{self.operation} fails by {reasons_in(excluded)}")
         return choices

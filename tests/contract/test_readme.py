@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.harness.ready import ready_in
 from encoder_service.config import Settings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -55,9 +56,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, st
     )
     try:
         assert process.stdout is not None
-        found = re.search(r" at (\S+)", process.stdout.readline())
-        assert found
-        yield folder, found[1]
+        yield folder, ready_in(process.stdout)["listen"]
     finally:
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=60)

@@ -25,6 +25,7 @@ import yaml
 from cryptography import x509
 
 from bench.harness.ports import free_port
+from bench.harness.ready import ready_in
 from bench.harness.waiting import PATIENCE_S, wait_until
 from tests.deploy.chart import (
     CHART,
@@ -94,9 +95,7 @@ def serving(environment: dict[str, str], bin_folder: Path, folder: Path) -> Iter
     )  # fmt: skip
     try:
         assert process.stdout is not None
-        found = re.search(r" at (127\.0\.0\.1:\d+)", process.stdout.readline())
-        assert found
-        yield found[1], admin
+        yield ready_in(process.stdout)["listen"].split(",")[0], admin
     finally:
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=float(environment["VE_DRAIN_GRACE_S"]) + 15)

@@ -1,9 +1,9 @@
-"""The service as its own process: the ready line, signals, kills, and the command-line clients."""
+"""The service as its own process: its log, signals, kills, and the command-line clients."""
 
 from __future__ import annotations
 
+import json
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -14,14 +14,16 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import grpc
+import httpx
 import pytest
 import torch
 from grpc_health.v1 import health_pb2
 from typer.testing import CliRunner, Result
 
+from bench.harness.ready import ready_in
 from bench.harness.waiting import wait_until
 from encoder_service.cli import app
-from lm_adapter import ClipItem, ImageItem, VisionEncoderClient
+from lm_adapter import ClipItem, ImageItem, ItemFailed, VisionEncoderClient
 from tests.integration.health import health_stub
 from tests.integration.images import photo
 from tests.unit.ingest import clip_files
@@ -64,19 +66,18 @@ class ServiceProcess:
         )
         assert self.process.stdout is not None
         try:
-            self.ready_line = self.process.stdout.readline()
-            found = re.search(r" at (\S+)", self.ready_line)
-            assert found, self.process.communicate(timeout=30)
+            self.ready = ready_in(self.process.stdout)
+            assert self.ready, self.process.communicate(timeout=30)
         except BaseException:  # the time limit of a test too
             self.process.kill()
             self.process.communicate()
             raise
-        self.target = found[1]
+        self.target = self.ready["listen"]
 
     def end(self, number: signal.Signals, timeout_s: float = 30) -> int:
         """Sends the signal and waits; harmless for a process that has ended."""
         self.process.send_signal(number)
-        self.process.communicate(timeout=timeout_s)
+        self.output, self.errors = self.process.communicate(timeout=timeout_s)
         return self.process.returncode
 
 
@@ -98,10 +99,8 @@ def process(checkpoints: dict[str, Path], device: torch.device) -> Iterator[Serv
 def test_one_ready_line_then_info_and_health_then_sigterm_ends_with_zero(
     process: ServiceProcess, device: torch.device
 ) -> None:
-    assert re.fullmatch(
-        r"ready: qwen3_vl \(qwen3_vl\) on \S+ at 127\.0\.0\.1:\d+ \(admin http://127\.0\.0\.1:\d+\)\n",
-        process.ready_line,
-    )
+    assert process.ready["model"] == process.ready["family"] == "qwen3_vl"
+    assert httpx.get(f"http://{process.ready['admin']}/readyz").status_code == 200
     with VisionEncoderClient(process.target, timeout_s=30) as client:
         assert client.encode_one(ImageItem(photo()))
     shown = client_command("info", "--server", process.target)
@@ -112,9 +111,52 @@ def test_one_ready_line_then_info_and_health_then_sigterm_ends_with_zero(
         assert f"{library}: ConfigurationError: needs a CUDA device" in " ".join(shown.stdout.split())
     assert client_command("health", "--server", process.target).stdout == "SERVING\n"
     assert process.end(signal.SIGTERM) == 0
+    assert not ready_in(process.output.splitlines(keepends=True))
+    assert process.errors == ""
     gone = client_command("health", "--server", process.target, "--timeout-s", "1")
     assert (gone.exit_code, gone.stdout) == (1, "NOT SERVING\n")
     assert client_command("info", "--server", process.target, "--timeout-s", "1").exit_code == 1
+
+
+def test_p72_the_whole_output_of_a_service_is_its_log_in_json(
+    checkpoints: dict[str, Path], device: torch.device
+) -> None:
+    """Lines of uvicorn and gRPC too. A key that is not here is an answer, and no warning."""
+    process = ServiceProcess(
+        "--model", checkpoints["qwen3_vl"], "--device", device, "--dtype", "float32",
+        "--listen", "127.0.0.1:0", "--admin-listen", "127.0.0.1:0",
+        "--log-format", "json", "--log-level", "debug",
+    )  # fmt: skip
+    admin = process.ready["admin"]
+    try:
+        with VisionEncoderClient(process.target, timeout_s=30, namespace="tenant") as client:
+            client.encode([ImageItem(photo()), ImageItem(b"<html>")])
+            (unknown,) = client.fetch([bytes(32)])
+            assert isinstance(unknown, ItemFailed)
+        assert httpx.get(f"http://{admin}/metrics", headers={"host": "evil.example"}).status_code == 421
+        for address in (admin, process.target):
+            host, _, port = address.rpartition(":")
+            with socket.create_connection((host, int(port)), timeout=20) as nonsense:
+                nonsense.sendall(b"nonsense\r\n\r\n")
+                nonsense.recv(1000)
+    finally:
+        assert process.end(signal.SIGTERM) == 0
+    assert process.errors == ""
+    lines = [json.loads(line) for line in process.output.splitlines()]
+    assert all([*line][:3] == ["timestamp", "level", "event"] for line in lines)
+    warnings = {line["event"]: line for line in lines if line["level"] not in ("debug", "info")}
+    assert warnings.keys() == {"item failed", "call failed", "Invalid HTTP request received."}
+    assert warnings["call failed"]["method"] == "admin"
+    assert warnings["item failed"]["reason"] == "UNDECODABLE_IMAGE"
+    calls = {line["method"]: line for line in lines if line["event"] == "call ended"}
+    encoded, fetched = calls["Encode"], calls["Fetch"]
+    assert warnings["item failed"]["request_id"] == encoded["request_id"] != fetched["request_id"]
+    assert warnings["item failed"]["peer"] == encoded["peer"]
+    assert encoded["peer"].startswith("127.0.0.1:")
+    assert (encoded["namespace"], encoded["status"], encoded["items"]) == ("tenant", "OK", 2)
+    assert (encoded["tiers"], encoded["failed"]) == ({"miss": 1}, {"UNDECODABLE_IMAGE": 1})
+    assert (fetched["tiers"], fetched["failed"]) == ({}, {"UNKNOWN_KEY": 1})
+    assert 0 < fetched["ms"] < 30_000
 
 
 @pytest.mark.without_device
@@ -143,7 +185,7 @@ def test_a_killed_server_leaves_a_socket_that_the_next_one_takes(
 def test_p38_what_cannot_start_says_so_in_one_line(arguments: tuple[str, ...], text: str) -> None:
     ended = command("serve", "--admin-listen", "", "--listen", "127.0.0.1:0", *arguments)
     assert ended.returncode != 0
-    assert ended.stdout == ""
+    assert not ready_in(ended.stdout.splitlines(keepends=True))
     assert "Traceback" not in ended.stderr
     assert ended.stderr.splitlines()[-1].startswith("vision-encoder: cannot start: ")
     assert text in ended.stderr.splitlines()[-1]
@@ -216,11 +258,12 @@ def test_p37_sigterm_while_loading_ends_without_waiting_for_the_load(
 ) -> None:
     with slow_service(SLOW_LOAD, checkpoints["qwen3_vl"], device) as process:
         assert process.stdout is not None
-        assert process.stdout.readline() == "loading\n"
+        assert "loading\n" in process.stdout
         process.send_signal(signal.SIGTERM)
-        _, errors = process.communicate(timeout=30)
+        output, errors = process.communicate(timeout=30)
         assert process.returncode == 0
-        assert "Traceback" not in errors
+        assert "stopped before it was ready" in output
+        assert errors == ""
 
 
 def test_p37_a_second_signal_leaves_a_batch_that_does_not_end(
@@ -228,17 +271,18 @@ def test_p37_a_second_signal_leaves_a_batch_that_does_not_end(
 ) -> None:
     with slow_service(SLOW_FORWARD, checkpoints["qwen3_vl"], device) as process:
         assert process.stdout is not None
-        target = process.stdout.readline().split(" at ")[1].strip()
+        target = ready_in(process.stdout)["listen"]
         with VisionEncoderClient(target, timeout_s=30) as client:
-            client.prefetch([ImageItem(photo())])
-            assert process.stdout.readline() == "running\n"
+            client.prefetch([ImageItem(photo(64 + number, 64)) for number in range(3)])
+            assert "running\n" in process.stdout
         process.send_signal(signal.SIGINT)  # which drains at once
-        time.sleep(0.3)
-        assert process.poll() is None
+        draining = next(line for line in process.stdout if "draining" in line)
+        assert "items_left=3 calls_left=0 grace_s=20.0" in draining
         process.send_signal(signal.SIGTERM)
-        _, errors = process.communicate(timeout=30)
+        output, errors = process.communicate(timeout=30)
         assert process.returncode == 1
-        assert "Traceback" not in errors
+        assert "ended at once by a second signal" in output
+        assert errors == ""
 
 
 def test_p37_work_is_taken_while_gateways_notice_the_end(
@@ -250,7 +294,7 @@ def test_p37_work_is_taken_while_gateways_notice_the_end(
     code = f"import encoder_service.serve\nencoder_service.serve.LEAVE_S = {leave_s}"
     with slow_service(code, checkpoints["qwen3_vl"], device) as process:
         assert process.stdout is not None
-        target = process.stdout.readline().split(" at ")[1].strip()
+        target = ready_in(process.stdout)["listen"]
         with VisionEncoderClient(target, timeout_s=30) as client:
             client.wait_ready(30)
             process.send_signal(signal.SIGTERM)
@@ -281,12 +325,12 @@ def test_p37_a_decoder_that_hangs_does_not_hold_up_the_end(
         code, checkpoints["qwen3_vl"], device, "--drain-grace-s", "1", ingest_threads=2
     ) as process:
         assert process.stdout is not None
-        target = process.stdout.readline().split(" at ")[1].strip()
+        target = ready_in(process.stdout)["listen"]
         with VisionEncoderClient(target, timeout_s=30) as client:
             client.prefetch(items)
-            assert [process.stdout.readline() for _ in items] == ["running\n"] * 2
+            assert all("running\n" in process.stdout for _ in items)
         process.send_signal(signal.SIGTERM)
-        _, errors = process.communicate(timeout=30)
+        output, errors = process.communicate(timeout=30)
         assert process.returncode == 1
-        assert ("stopped" in errors) != fails_too
+        assert ("stopped" in output) != fails_too
         assert ("TypeError" in errors) == fails_too

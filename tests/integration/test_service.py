@@ -16,6 +16,7 @@ import torch
 from grpc_health.v1 import health_pb2
 
 from bench.harness.waiting import wait_until
+from encoder_service import __version__
 from encoder_service.engine.device import DeviceEngine
 from encoder_service.engine.launch import Launched, TowerLauncher
 from encoder_service.errors import ConfigurationError, StartupError
@@ -142,6 +143,11 @@ def test_admin_plane(service: RunningService, client: VisionEncoderClient) -> No
     assert info["limits"]["max_items_per_request"] == 256
     found = figures(service)
     assert found["ve_ready"] == 1
+    assert found["process_resident_memory_bytes"] > 1 << 20
+    assert not [name for name in found if "_created" in name]
+    (build,) = (name for name in found if name.startswith("ve_build_info{"))
+    for fact in ('model="qwen3_vl"', 'family="qwen3_vl"', 'dtype="float32"', f'version="{__version__}"'):
+        assert fact in build
     assert found['ve_item_failures_total{reason="UNDECODABLE_IMAGE"}'] >= 1
     assert found['ve_stage_seconds_count{stage="tower"}'] >= 1
     assert found["ve_queued_patches"] == 0

@@ -16,7 +16,9 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanContext
 
 from encoder_service.ops import traces
-from encoder_service.ops.logs import configure_logs, stop_logs
+from encoder_service.ops.logs import RepeatedLines, configure_logs, stop_logs
+from encoder_service.rpc import observed
+from encoder_service.rpc.observed import MAX_FAILURES
 from lm_adapter import EncodedRows, ImageItem, ItemFailed, VisionEncoderClient
 from tests.integration.conftest import RunningService
 from tests.integration.images import photo
@@ -48,18 +50,21 @@ def test_a_callers_request_id_comes_back(stub: encoder_pb2_grpc.VisionEncoderStu
 
 
 def test_each_failed_item_has_one_line_with_its_reason_and_its_own_calls_id(
-    stub: encoder_pb2_grpc.VisionEncoderStub, capsys: pytest.CaptureFixture[str]
+    stub: encoder_pb2_grpc.VisionEncoderStub,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(observed, "failure_lines", RepeatedLines())
     configure_logs("json", "info")
     structlog.configure(cache_logger_on_first_use=False)
     request = encode_request(photo(), b"no image", photo(), b"neither")
-    ids = [uuid.uuid4().hex for _ in range(16)]
+    ids = [uuid.uuid4().hex for _ in range(MAX_FAILURES // 2)]
     calls = [stub.Encode(request, metadata=(("x-request-id", one),), timeout=60) for one in ids]
     for call in calls:
         list(call)
     stop_logs()
     structlog.reset_defaults()
-    found = [json.loads(line) for line in capsys.readouterr().err.splitlines() if line.startswith("{")]
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
     failed = [line for line in found if line["event"] == "item failed" and line["request_id"] in ids]
     assert sorted((line["request_id"], line["item"]) for line in failed) == sorted(
         (one, item) for one in ids for item in (1, 3)

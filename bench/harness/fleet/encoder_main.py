@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.harness.fleet.images import CRASH, HOLD
-from encoder_service.cli.serve import announce, leave
+from encoder_service.cli.serve import leave
 from encoder_service.config import parse_settings
 from encoder_service.errors import StartupError
 from encoder_service.ingest.preprocessor import OpenItem, Preprocessor
@@ -67,7 +67,7 @@ def become_encoder(log: Path, settings: dict[str, Any]) -> None:
     try:
         parsed = parse_settings(**settings)
         configure_logs(parsed.log_format, parsed.log_level)
-        code = asyncio.run(serve(parsed, announce))
+        code = asyncio.run(serve(parsed))
     except StartupError as error:
         leave(2, f"cannot start: {error.message}")
     leave(code)

@@ -21,6 +21,7 @@ from typing import Any, Self
 
 from bench.harness.pods import environment
 from bench.harness.processes import ROOT
+from bench.harness.ready import ready_in
 from bench.harness.waiting import wait_until
 
 PORT = 50051
@@ -54,8 +55,11 @@ class Encoder:
         assert ended, f"the encoder at {self.address} has not ended after {timeout_s:g} s: {self.tail()}"
 
     def wait_ready(self) -> None:
-        wait_until(lambda: self.has_ended or "ready:" in self.text(), f"the encoder at {self.address}")
+        wait_until(lambda: self.has_ended or self.is_ready(), f"the encoder at {self.address}")
         assert not self.has_ended, f"the encoder at {self.address} has ended: {self.tail()}"
+
+    def is_ready(self) -> bool:
+        return bool(ready_in(self.text().splitlines(keepends=True)))
 
     def text(self) -> str:
         return self.log.read_text(errors="replace") if self.log.exists() else ""

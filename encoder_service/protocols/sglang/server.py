@@ -56,8 +56,8 @@ from encoder_service.protocols.sglang.requests import (
 from encoder_service.protocols.zmq_push import AllowedReceivers, Sender
 from encoder_service.rpc.gate import CallPermits
 from encoder_service.rpc.item_reader import ItemReader
-from encoder_service.rpc.observed import Call
-from encoder_service.rpc.status import as_service_error, failure_of, status_of
+from encoder_service.rpc.observed import Call, recorded
+from encoder_service.rpc.status import as_service_error
 from encoder_service.scheduler.admission import Admission, Permit
 from encoder_service.types import EncodedFile, EncodedItem, Item, Modality
 
@@ -164,33 +164,38 @@ class SglangServer:
         permit: held until the end, in the share of the caller's address; raises TooManyCalls."""
 
         async def answer(request: Request) -> Response:
-            call, status = Call(method, ""), "CANCELLED"
+            host, port = request.client or ("", 0)
+            call = Call(method, "", peer=f"{host}:{port}", host=host, namespace=NAMESPACE)
             try:
-                peer = peer_of(request)
-                holder = (f"peer {peer}",)
-                with permit(holder):
-                    bytes_permit = self._admission.acquire(0, holder)
-                    try:
-                        body = await self._read(request, bytes_permit)
-                        call.request_id = str(body.get("req_id", ""))[:MAX_REQ_ID_CHARS]
-                        bind_request(request_id_of([(REQUEST_ID_KEY, call.request_id)]))
-                        await until_hang_up(request, work(Incoming(call, peer, body, bytes_permit)))
-                    finally:
-                        bytes_permit.release()
-                status = "OK"
+                with recorded(call, self._metrics):
+                    await self._answer(request, call, work, permit)
                 return JSONResponse(None)
-            except ClientDisconnect:
-                return Response(status_code=499)
             except Exception as exception:
                 error = as_service_error(exception)
-                status = status_of(error).name
-                call.failed(self._metrics, failure_of(error), status)
                 content = error_body(error, call.request_id)
                 return Response(content, http_status(error), media_type="application/json")
-            finally:
-                self._metrics.count(self._metrics.requests, method, status)
 
         return answer
+
+    async def _answer(
+        self,
+        request: Request,
+        call: Call,
+        work: Work,
+        permit: Callable[[Holder], contextlib.AbstractContextManager[None]],
+    ) -> None:
+        """Returns once ``work`` is done. Raises its error, and as ``until_hang_up``."""
+        peer = peer_of(request)
+        holder = (f"peer {peer}",)
+        with permit(holder):
+            bytes_permit = self._admission.acquire(0, holder)
+            try:
+                body = await self._read(request, bytes_permit)
+                call.request_id = str(body.get("req_id", ""))[:MAX_REQ_ID_CHARS]
+                bind_request(request_id_of([(REQUEST_ID_KEY, call.request_id)]))
+                await until_hang_up(request, work(Incoming(call, peer, body, bytes_permit)))
+            finally:
+                bytes_permit.release()
 
     async def _read(self, request: Request, permit: Permit) -> Mapping[str, object]:
         """The object of the request's body. Raises InvalidRequest, PermissionDenied, QueueFull, and as
@@ -212,6 +217,7 @@ class SglangServer:
     async def _encode(self, incoming: Incoming) -> None:
         """``POST /encode``: rows are sent before it is answered."""
         request, peer = parse_encode(incoming.body), incoming.peer
+        incoming.call.num_items = len(request.mm_items)
         if request.embedding_port is not None:
             endpoint = self._allowed.endpoint(request.prefill_host or "", request.embedding_port, peer)
             await self._send(incoming.call, await self._encode_part(incoming, request), [endpoint])

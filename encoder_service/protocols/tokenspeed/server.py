@@ -130,6 +130,7 @@ class EncodeCalls:
             call.request_id = request_id_of([(REQUEST_ID_KEY, request.request_id)])
             bind_request(call.request_id)
         items = request.mm_inputs.items
+        call.namespace, call.num_items = NAMESPACE, len(items)
         rooms = [assignment.bootstrap_room for assignment in request.items]
         most = convert.MAX_ITEMS_PER_REQUEST
         if len(items) != len(rooms) or not 1 <= len(items) <= most:

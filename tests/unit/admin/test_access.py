@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
+from structlog.testing import capture_logs
 
 from encoder_service.admin.app import EXPOSE_EVERY_S, Exposition, create_admin_app
 from encoder_service.admin.plane import AdminGuard
@@ -18,7 +19,8 @@ pytestmark = pytest.mark.anyio
 
 def web(scheme: str = "http", token: str = "") -> httpx.AsyncClient:
     readiness: Any = SimpleNamespace(is_alive=lambda: True, not_ready=None, info=None)
-    guard = AdminGuard(create_admin_app(readiness, Metrics()), token, "plane.example")
+    metrics = Metrics()
+    guard = AdminGuard(create_admin_app(readiness, metrics), token, "plane.example", metrics)
     return httpx.AsyncClient(transport=httpx.ASGITransport(guard), base_url=f"{scheme}://127.0.0.1:8080")
 
 
@@ -54,6 +56,21 @@ async def test_p74_other_hosts_are_refused_with_words_and_health_is_not(token: s
                 assert "use its address, localhost" in refused.text
             for path in ("/healthz", "/readyz"):
                 assert (await client.get(path, headers=headers)).status_code == 200
+
+
+async def test_a_refused_request_is_in_the_log_and_counted() -> None:
+    metrics = Metrics()
+    readiness: Any = SimpleNamespace(is_alive=lambda: True, not_ready=None, info=None)
+    guard = AdminGuard(create_admin_app(readiness, metrics), "secret", "plane.example", metrics)
+    transport = httpx.ASGITransport(guard, client=("10.0.0.7", 4711))
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+        with capture_logs() as logs:
+            assert (await client.get("/metrics")).status_code == 401
+    (line,) = logs
+    assert (line["log_level"], line["peer"], line["reason"]) == (
+        "warning", "10.0.0.7:4711", "UNAUTHENTICATED",
+    )  # fmt: skip
+    assert metrics.registry.get_sample_value("ve_call_failures_total", {"reason": "UNAUTHENTICATED"}) == 1
 
 
 async def test_p74_over_tls_the_certificate_names_the_host() -> None:

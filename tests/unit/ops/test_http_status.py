@@ -15,7 +15,14 @@ def test_a_failure_is_503_if_a_retry_helps_and_4xx_if_the_request_is_wrong(
 ) -> None:
     status = http_status(cls("text"))
     is_the_callers = issubclass(
-        cls, (errors.InvalidInput, errors.Unauthenticated, errors.PermissionDenied, errors.NotFound)
+        cls,
+        (
+            errors.InvalidInput,
+            errors.Unauthenticated,
+            errors.PermissionDenied,
+            errors.NotFound,
+            errors.Cancelled,
+        ),
     )
     assert (status == 503) == cls.retryable
     assert (400 <= status < 500) == is_the_callers

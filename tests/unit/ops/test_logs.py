@@ -49,7 +49,7 @@ def test_a_traceback_shows_no_callers_bytes(log_format: str, capsys: pytest.Capt
     finally:
         stop_logs()
         structlog.reset_defaults()
-    shown = capsys.readouterr().err
+    shown = capsys.readouterr().out
     assert "a defect" in shown
     assert "privateprivate" not in shown
 
@@ -78,7 +78,7 @@ def test_a_line_that_cannot_be_written_raises_nothing(
         def write(self, text: str) -> int:
             raise error
 
-    monkeypatch.setattr(sys, "stderr", Full())
+    monkeypatch.setattr(sys, "stdout", Full())
     configure_logs("json", "info")
     try:
         structlog.get_logger("test").warning("item failed")
@@ -153,7 +153,7 @@ def test_p72_lines_of_libraries_become_lines_of_ours(capsys: pytest.CaptureFixtu
     finally:
         stop_logs()
         structlog.reset_defaults()
-    found = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [(line["level"], line["logger"]) for line in found] == [
         ("warning", "uvicorn.error"), ("error", "asyncio"), ("warning", "py.warnings"),
         ("warning", "py.warnings"),
@@ -173,6 +173,31 @@ def test_p71_a_repeated_line_is_counted_and_shown_again_later() -> None:
     for number in range(MAX_KINDS):
         lines.due(number)
     assert lines.due("a") == {}, "so many kinds are not kept"
+
+
+def test_p71_a_few_lines_may_pass_before_others_are_left_out() -> None:
+    now = [0.0]
+    lines = RepeatedLines(lambda: now[0])
+    assert [lines.due("a", 3) for _ in range(5)] == [{}, {}, {}, None, None]
+    now[0] += REPEAT_S
+    assert [lines.due("a", 3) for _ in range(4)] == [{"num_left_out": 2}, {}, {}, None]
+
+
+@pytest.mark.parametrize("log_format", ["text", "json"])
+def test_p71_a_caller_forges_no_line(log_format: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Line breaks and what a terminal interprets are escaped, in a warning of Python too."""
+    configure_logs(log_format, "info")  # type: ignore[arg-type]
+    structlog.configure(cache_logger_on_first_use=False)
+    try:
+        structlog.get_logger("test").warning("item failed", namespace="a\nb\x1b[2J", error="c\rd e")
+        logging.getLogger("library").warning("first\n  second\x1b[2J")
+    finally:
+        stop_logs()
+        structlog.reset_defaults()
+    shown = capsys.readouterr().out
+    assert shown.isascii()
+    assert all(line.isprintable() for line in shown.splitlines())
+    assert len(shown.splitlines()) == 2
 
 
 # Writes far more than a pipe, a socket or a terminal holds, in Python, past it, and by the logs' own thread.

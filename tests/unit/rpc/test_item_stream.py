@@ -174,6 +174,9 @@ class ClosedContext(SlowContext):
     def invocation_metadata(self) -> tuple[()]:
         return ()
 
+    def peer(self) -> str:
+        return "ipv4:10.0.0.7:4711"
+
     async def write(self, message: Any) -> None:
         await super().write(message)
         raise grpc.aio.InternalError("Failed grpc_call_start_batch: 4")

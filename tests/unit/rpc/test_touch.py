@@ -30,6 +30,9 @@ class Context:
     def invocation_metadata(self) -> tuple[()]:
         return ()
 
+    def peer(self) -> str:
+        return "unix:"
+
     def set_trailing_metadata(self, _: object) -> None:
         pass
 
