@@ -196,6 +196,9 @@ class Settings(BaseSettings):
     admin_listen: HttpAddress = Field(
         "127.0.0.1:8080", description="host:port of the admin plane; empty: none."
     )
+    http_listen: HttpAddress = Field(
+        "", description="host:port for POST /v1/encode and its reference at /docs; empty: none."
+    )
     playground: bool = Field(False, description="The admin page encodes an image that is dropped on it.")
 
     # -- SGLang ----------------------------------------------------------------------------------------
@@ -240,7 +243,8 @@ class Settings(BaseSettings):
     )
     tls_key: Path | None = Field(None, description="PEM key of tls_cert, not encrypted.")
     tls_client_ca: Path | None = Field(
-        None, description="PEM authorities; when set, gRPC clients must present a certificate signed by one."
+        None,
+        description="PEM authorities; when set, gRPC and HTTP clients present a certificate of one.",
     )
     admin_tls: bool = Field(False, description="The admin plane speaks TLS too, with the same certificate.")
     admin_token: SecretStr | None = Field(
@@ -250,8 +254,8 @@ class Settings(BaseSettings):
     )
     tokens_file: Path | None = Field(
         None,
-        description="Tokens of namespaces, for gRPC and the broker: lines of name=token, read again when the "
-        "file changes.",
+        description="Tokens of namespaces, for gRPC, HTTP and the broker: lines of name=token, read again "
+        "when the file changes.",
     )
     open_namespaces: bool = Field(True, description="A namespace without a token is open to every caller.")
 

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import gc
 import signal
+import ssl
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -27,6 +28,9 @@ from encoder_service.defaults import with_broker_path, with_device
 from encoder_service.engine.device import DeviceEngine
 from encoder_service.engine.faults import first_line
 from encoder_service.errors import ConfigurationError, DeviceFault, StartupError
+from encoder_service.http.endpoint import Access, EncodeEndpoint
+from encoder_service.http.explained import NAMESPACE, explained
+from encoder_service.http.server import HttpEncodeServer
 from encoder_service.ingest.cores import num_clip_workers, usable_cores
 from encoder_service.ingest.pixel_segments import PixelSegments
 from encoder_service.ingest.urls import open_urls
@@ -35,11 +39,14 @@ from encoder_service.ops.allocator import return_freed_memory
 from encoder_service.ops.descriptors import raise_limit
 from encoder_service.ops.http_server import HttpLimits, HttpServer
 from encoder_service.ops.metrics import Metrics
+from encoder_service.ops.tls import server_context
+from encoder_service.ops.tokens import NamespaceTokens
 from encoder_service.ops.traces import start_traces
 from encoder_service.own_thread import on_own_thread
 from encoder_service.pipeline import Pipeline, ServedModel
 from encoder_service.protocols.base import Backend, ProtocolServer
 from encoder_service.protocols.sglang.server import SglangServer
+from encoder_service.rpc.gate import CallGate, CallPermits
 from encoder_service.rpc.item_reader import ItemReader
 from encoder_service.rpc.server import (
     SERVICE,
@@ -85,11 +92,17 @@ UNREAD_DRAIN_S = 2.0
 DRAIN_POLL_S = 0.05
 # Between two lines about what is left.
 DRAIN_REPORT_S = 5.0
+# Images that the page's playground encodes at a time.
+MAX_PLAYGROUND_CALLS = 2
 # Copies between tiers end within this time, or the device hangs.
 STORE_STOP_S = 5.0
 
 
-PORT_OPTIONS = {"sglang": "--serve-sglang", "tokenspeed": "--serve-tokenspeed or --tokenspeed-bootstrap-port"}
+PORT_OPTIONS = {
+    "http": "--http-listen",
+    "sglang": "--serve-sglang",
+    "tokenspeed": "--serve-tokenspeed or --tokenspeed-bootstrap-port",
+}
 
 
 @contextlib.contextmanager
@@ -104,18 +117,25 @@ def naming(options: str) -> Iterator[None]:
 
 
 class ForeignServer:
-    """A server of another system's protocol and the HTTP server of its routes. address: host:port of the
-    routes, once started."""
+    """A server of a protocol other than gRPC and the HTTP server of its routes. address: host:port of the
+    routes, once started. tls: None for plain HTTP. has_tokens: callers need those of their namespaces."""
 
-    def __init__(self, server: ProtocolServer, listen: str) -> None:
-        self.server, self.address = server, ""
-        self._listen = listen
+    def __init__(
+        self,
+        server: ProtocolServer,
+        listen: str,
+        tls: ssl.SSLContext | None = None,
+        *,
+        has_tokens: bool = False,
+    ) -> None:
+        self.server, self.address, self.has_tokens = server, "", has_tokens
+        self._listen, self._tls = listen, tls
         self._http: HttpServer | None = None
 
     async def start(self, settings: Settings) -> None:
         """Raises ConfigurationError."""
         limits = HttpLimits(settings.max_connections, settings.max_message_bytes, settings.max_queued_bytes)
-        self._http = HttpServer(self.server.app, self._listen, limits)
+        self._http = HttpServer(self.server.app, self._listen, limits, self._tls)
         self.address = self._http.address
         self._http.start()
         await self.server.open()
@@ -131,10 +151,10 @@ class Service:
     ``stop``. For one event loop.
 
     listen: gRPC addresses as bound. addresses: host:port of the other open ports, by name: ``admin``,
-    ``sglang``, ``tokenspeed`` (for its gateways), ``tokenspeed_bootstrap`` (for its prefill workers).
-    admission: counts the content of the calls of every protocol, and their items' patches. not_ready: the
-    reason why no work is accepted, or None. info: the answer of GetServerInfo. Parts that ``start`` creates
-    are None before.
+    ``http``, ``sglang``, ``tokenspeed`` (for its gateways), ``tokenspeed_bootstrap`` (for its prefill
+    workers). admission: counts the content of the calls of every protocol, and their items' patches.
+    not_ready: the reason why no work is accepted, or None. info: the answer of GetServerInfo. Parts that
+    ``start`` creates are None before.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -158,7 +178,8 @@ class Service:
         self._grpc = open_grpc(settings, self.gate)
         self._urls = open_urls(settings, self.metrics)
         self._segments: PixelSegments | None = None
-        self._admin = AdminPlane(settings, self.metrics)
+        self._playground = self._make_playground() if settings.playground else None
+        self._admin = AdminPlane(settings, self.metrics, self._playground)
         self.protocols: dict[str, ForeignServer] = {}
         self._tokenspeed: TokenSpeedServer | None = None
         self._add_protocols()
@@ -169,21 +190,43 @@ class Service:
 
     def _add_protocols(self) -> None:
         settings = self.settings
-
-        def not_ready_because() -> str | None:
-            return self.not_ready
-
+        if settings.http_listen:
+            http = HttpEncodeServer(
+                self.gate, self.metrics, self._instance_id, self._not_ready_because, lambda: self.info
+            )
+            tls = None
+            if settings.tls_cert is not None and settings.tls_key is not None:
+                tls = server_context(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
+            self.protocols["http"] = ForeignServer(http, settings.http_listen, tls, has_tokens=True)
         if settings.serve_sglang:
-            sglang = SglangServer(settings, self.metrics, not_ready_because, self.admission)
+            sglang = SglangServer(settings, self.metrics, self._not_ready_because, self.admission)
             self.protocols["sglang"] = ForeignServer(sglang, settings.serve_sglang)
         if settings.serve_tokenspeed:
             # Imported here: a process that has another version of its messages can still import this file.
             from encoder_service.protocols.tokenspeed.server import TokenSpeedServer
 
-            self._tokenspeed = TokenSpeedServer(settings, self.metrics, not_ready_because, self.admission)
+            self._tokenspeed = TokenSpeedServer(
+                settings, self.metrics, self._not_ready_because, self.admission
+            )
             host = settings.serve_tokenspeed.rpartition(":")[0]
             bootstrap = f"{host}:{settings.tokenspeed_bootstrap_port}"
             self.protocols["tokenspeed"] = ForeignServer(self._tokenspeed, bootstrap)
+
+    def _make_playground(self) -> EncodeEndpoint:
+        """The admin page's calls: of a namespace of their own, so that they reveal nothing of what others
+        have cached, behind all other work. The admin plane checks who calls."""
+        permits = CallPermits(MAX_PLAYGROUND_CALLS)
+        gate = CallGate(NamespaceTokens(), permits, self.admission, self.settings.max_message_bytes)
+        return EncodeEndpoint(
+            Access(gate, NAMESPACE, is_prefetch=True),
+            explained,
+            self.metrics,
+            self._instance_id,
+            self._not_ready_because,
+        )
+
+    def _not_ready_because(self) -> str | None:
+        return self.not_ready
 
     def num_calls(self) -> int:
         """Calls of every protocol that are in progress, and encodes, which may outlive their calls."""
@@ -237,7 +280,7 @@ class Service:
             with naming(PORT_OPTIONS[name]):
                 await foreign.start(settings)
             self.addresses[name] = foreign.address
-            if is_reachable(foreign.address):
+            if is_reachable(foreign.address) and not foreign.has_tokens:
                 log.warning("a protocol without tokens can be reached", protocol=name, listen=foreign.address)
         if self._tokenspeed is not None:  # its HTTP routes are for prefill workers
             self.addresses["tokenspeed_bootstrap"] = self.addresses["tokenspeed"]
@@ -275,6 +318,8 @@ class Service:
         backend = Backend(pipeline, self._urls, self._segments)
         for foreign in self.protocols.values():
             await foreign.server.attach(backend)
+        if self._playground is not None:
+            self._playground.attach(backend)
         return model
 
     async def wait(self) -> DeviceFault | None:

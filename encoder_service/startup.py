@@ -56,7 +56,7 @@ def within_descriptors(settings: Settings, limit: int) -> Settings:
     than ``limit``. At least a quarter of the limit is for connections."""
     num_protocols = bool(settings.serve_sglang) + bool(settings.serve_tokenspeed)
     num_grpc = len(settings.listen) + bool(settings.serve_tokenspeed)
-    num_http = bool(settings.admin_listen) + num_protocols
+    num_http = bool(settings.admin_listen) + bool(settings.http_listen) + num_protocols
     num_addresses = num_http + num_grpc * (1 + EXTRA_CONNECTIONS)  # gRPC accepts some more, and ends them
     num_others = OWN_DESCRIPTORS + MAX_FETCHES * bool(settings.url_allow) + 2 * MAX_SENDS * num_protocols
     if settings.broker_path:

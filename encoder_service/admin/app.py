@@ -1,8 +1,8 @@
-"""The admin plane's HTTP application: liveness, readiness, metrics, server info, the page and its playground.
+"""The admin plane's HTTP application: liveness, readiness, metrics, times, server info, the page.
 
 Owns the routes and the page's security headers. Answers come from counters and flags in memory and never wait
-for the device; only the playground encodes. The page loads nothing from another host, which its content
-security policy forbids.
+for the device; the playground is a call of the service's own HTTP endpoint. The page loads nothing from
+another host, which its content security policy forbids.
 """
 
 from __future__ import annotations
@@ -12,16 +12,12 @@ import math
 from importlib import resources
 from typing import Any, Protocol
 
-from fastapi import APIRouter, FastAPI, Request, Response
-from fastapi.responses import JSONResponse
-from google.protobuf.json_format import MessageToDict
-from starlette.requests import ClientDisconnect
+from fastapi import APIRouter, FastAPI, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
 
-from encoder_service.admin.playground import Playground
-from encoder_service.errors import InvalidInput, VisionEncoderError
-from encoder_service.ops.http_server import read_body
-from encoder_service.ops.http_status import http_status
-from encoder_service.ops.metrics import CONTENT_TYPE, Metrics
+from encoder_service.ops.metrics import CONTENT_TYPE, MAX_RECENT, Metrics
+from encoder_service.rpc.server_info import info_dict
 from vision_encoder.v1 import encoder_pb2 as pb
 
 HEADERS = {
@@ -38,10 +34,10 @@ FILES = {
     "playground.js": "text/javascript; charset=utf-8",
     "style.css": "text/css; charset=utf-8",
 }
-# A page of another origin cannot send this type without a preflight request, which gets no answer.
-UPLOAD_TYPE = "application/octet-stream"
 # Rendering takes milliseconds on the event loop.
 EXPOSE_EVERY_S = 0.1
+# Times of stages are those of the last minute.
+STAGES_S = 60.0
 
 
 class Readiness(Protocol):
@@ -62,12 +58,16 @@ class Readiness(Protocol):
 def create_admin_app(
     readiness: Readiness,
     metrics: Metrics,
-    playground: Playground | None = None,
+    playground: ASGIApp | None = None,
+    playground_max_bytes: int = 0,
 ) -> FastAPI:
-    """playground: None leaves its route out. JSON answers hold bytes as hexadecimal."""
+    """playground: answers POST /v1/playground; None leaves that route out. playground_max_bytes: largest
+    file that it takes; 0 without it. JSON answers hold bytes as hexadecimal."""
     app = FastAPI(title="vision-encoder admin", docs_url=None, redoc_url=None)
-    app.include_router(probes(readiness, metrics, 0 if playground is None else playground.max_bytes))
-    app.include_router(page(playground))
+    app.include_router(probes(readiness, metrics, playground_max_bytes))
+    app.include_router(page())
+    if playground is not None:
+        app.router.routes.append(Route("/v1/playground", playground, methods=["POST"]))
     return app
 
 
@@ -89,6 +89,18 @@ def probes(readiness: Readiness, metrics: Metrics, playground_max_bytes: int) ->
     @router.get("/metrics")
     async def scrape() -> Response:
         return Response(await exposition.text(), media_type=CONTENT_TYPE)
+
+    @router.get("/v1/times")
+    async def times(after: int | None = None) -> dict[str, Any]:
+        """Observed milliseconds by stage in the last minute. new: those of ``total`` after the first
+        ``after``, which is the ``num_total`` of an earlier answer."""
+        recent = metrics.recent
+        return {
+            "stages": recent.within(STAGES_S),
+            "max_passed": MAX_RECENT,
+            "num_total": recent.num_total,
+            "new": None if after is None else recent.total_after(after),
+        }
 
     @router.get("/v1/info")
     async def info(response: Response) -> dict[str, Any]:
@@ -124,19 +136,7 @@ class Exposition:
             self._rendered_s = clock()
 
 
-def info_dict(message: pb.GetServerInfoResponse) -> dict[str, Any]:
-    """GetServerInfo as JSON-ready data, numbers as numbers, bytes as hexadecimal."""
-    answer: dict[str, Any] = MessageToDict(
-        message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
-    )
-    for entry, model in zip(answer["models"], message.models, strict=True):
-        entry["model_fingerprint"] = model.model_fingerprint.hex()
-        entry["preprocess_fingerprint"] = model.preprocess_fingerprint.hex()
-    answer["limits"] = {field.name: value for field, value in message.limits.ListFields()}
-    return answer
-
-
-def page(playground: Playground | None) -> APIRouter:
+def page() -> APIRouter:
     router = APIRouter()
     folder = resources.files("encoder_service.admin") / "static"
     contents = {name: (folder / name).read_bytes() for name in FILES}
@@ -151,27 +151,4 @@ def page(playground: Playground | None) -> APIRouter:
             return Response(status_code=404, headers=HEADERS)
         return Response(contents[name], media_type=FILES[name], headers=HEADERS)
 
-    if playground is None:
-        return router
-
-    @router.post("/v1/playground")
-    async def encode(request: Request) -> Response:
-        try:
-            if request.headers.get("content-type", "") != UPLOAD_TYPE:
-                raise InvalidInput(f"send the file's bytes as {UPLOAD_TYPE}")
-            return JSONResponse(await playground.explain(await read_body(request)), headers=HEADERS)
-        except VisionEncoderError as error:
-            return failure(error)
-        except ClientDisconnect:
-            return Response(status_code=499)
-
     return router
-
-
-def failure(error: VisionEncoderError) -> JSONResponse:
-    """An error as an HTTP response, with the delay of a retry if there is one."""
-    headers = dict(HEADERS)
-    if error.retry_after_ms:
-        headers["Retry-After"] = str(math.ceil(error.retry_after_ms / 1e3))
-    body: dict[str, Any] = {"reason": error.reason, "message": error.message}
-    return JSONResponse(body, status_code=http_status(error), headers=headers)

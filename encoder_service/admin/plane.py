@@ -25,20 +25,22 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from encoder_service.admin.app import Readiness, create_admin_app
 from encoder_service.admin.gauges import register_broker, register_gauges
-from encoder_service.admin.playground import Playground
 from encoder_service.admin.saturation import Saturation
 from encoder_service.broker import Broker
 from encoder_service.config import Settings
 from encoder_service.engine.device import DeviceEngine
 from encoder_service.errors import PermissionDenied, Unauthenticated, VisionEncoderError
+from encoder_service.ops.http_requests import is_foreign
 from encoder_service.ops.http_server import HttpLimits, HttpServer
 from encoder_service.ops.metrics import Metrics
-from encoder_service.ops.tls import certificate_files, server_context
+from encoder_service.ops.tls import server_context
 from encoder_service.pipeline import Pipeline
 from encoder_service.rpc.observed import Call
 from encoder_service.rpc.status import failure_of, status_of
 
 SAMPLE_EVERY_S = 1.0
+# Around a file in the form of the playground.
+FORM_BYTES = 1 << 12
 # Bodies of the largest size that are held at a time.
 NUM_BODIES = 4
 OPEN_PATHS = frozenset(("/healthz", "/readyz"))
@@ -56,10 +58,10 @@ CHALLENGE = {"WWW-Authenticate": 'Basic realm="vision-encoder admin", charset="U
 class AdminPlane:
     """The admin port. Call ``open``, ``attach``, ``stop`` in that order. address: host:port, or empty."""
 
-    def __init__(self, settings: Settings, metrics: Metrics) -> None:
+    def __init__(self, settings: Settings, metrics: Metrics, playground: ASGIApp | None = None) -> None:
+        """playground: the page's, see ``create_admin_app``."""
         self.address = ""
-        self._settings, self._metrics = settings, metrics
-        self._playground = Playground(settings.max_encoded_bytes) if settings.playground else None
+        self._settings, self._metrics, self._playground = settings, metrics, playground
         self._sampling: asyncio.Task[None] | None = None
         self._server: HttpServer | None = None
 
@@ -69,14 +71,14 @@ class AdminPlane:
         settings = self._settings
         if not settings.admin_listen:
             return
-        app = create_admin_app(readiness, self._metrics, self._playground)
+        max_file_bytes = 0 if self._playground is None else settings.max_encoded_bytes
+        app = create_admin_app(readiness, self._metrics, self._playground, max_file_bytes)
         token = "" if settings.admin_token is None else settings.admin_token.get_secret_value()
         tls = None
         if settings.admin_tls and settings.tls_cert is not None and settings.tls_key is not None:
-            pair = settings.tls_cert, settings.tls_key
-            tls = server_context(certificate_files(*pair), *pair)
+            tls = server_context(settings.tls_cert, settings.tls_key)
         guard = AdminGuard(app, token, settings.admin_listen.rpartition(":")[0], self._metrics)
-        max_bytes = settings.max_encoded_bytes
+        max_bytes = settings.max_encoded_bytes + FORM_BYTES
         limits = HttpLimits(settings.max_connections, max_bytes, NUM_BODIES * max_bytes)
         self._server = HttpServer(guard, settings.admin_listen, limits, tls)
         self.address = self._server.address
@@ -89,8 +91,6 @@ class AdminPlane:
             register_broker(self._metrics, broker, pipeline.store)
         saturation = Saturation(self._metrics, pipeline, engine)
         self._sampling = asyncio.get_running_loop().create_task(self._sample(saturation))
-        if self._playground is not None:
-            self._playground.attach(pipeline)
 
     async def stop(self) -> None:
         if self._sampling is not None:
@@ -171,13 +171,6 @@ def offered_token(headers: Headers) -> str:
         except ValueError:  # no base64, no UTF-8, no ASCII
             return ""
     return ""
-
-
-def is_foreign(scheme: str, headers: Headers) -> bool:
-    """Whether a browser states that a page of another origin sends this. Other clients send no origin.
-    scheme: of the request."""
-    origin = headers.get("origin")
-    return origin is not None and origin.lower() != f"{scheme}://{headers.get('host', '')}".lower()
 
 
 def digest(token: str) -> bytes:

@@ -8,7 +8,10 @@ which would double their number.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from prometheus_client import (
     CollectorRegistry,
@@ -31,6 +34,10 @@ STAGES = (
 )  # fmt: skip
 STEP_BUCKETS_S = (0.00005, 0.0001, 0.00015, 0.0002, 0.0003, 0.0005, 0.001, 0.003, 0.01, 0.1, 1.0, 10.0)
 CONTENT_TYPE = CONTENT_TYPE_LATEST
+# Times of a stage that are kept as they were observed. At more of them in a second, percentiles are those of
+# the last ones.
+MAX_RECENT = 1024
+PERCENTILES = (50, 90, 99)
 BUILD = ("version", "model", "family", "device", "dtype", "attention", "gemm")
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # of the whole process: there is no other way
@@ -88,6 +95,7 @@ class Metrics:
             buckets=STAGE_BUCKETS_S,
         )
         self._stages = {stage: self.stage_seconds.labels(stage) for stage in STAGES}
+        self.recent = RecentTimes()
         self.batch_patches = histogram(
             "ve_batch_patches",
             "Patches in one forward.",
@@ -132,13 +140,17 @@ class Metrics:
     def observe_delivery(self, transport: str, seconds: float) -> None:
         """Observes rows that one caller has taken, ``seconds`` after they were ready."""
         self.count(self.deliveries, transport)
-        self._stages["delivery"].observe(seconds)
+        self._observe_stage("delivery", seconds)
 
     def _observe(self, timings: StageTimings, *stages: str) -> None:
         for stage in stages:
             milliseconds: float = getattr(timings, f"{stage}_ms")
             if milliseconds:  # 0: the item did not pass this stage
-                self._stages[stage].observe(milliseconds / 1e3)
+                self._observe_stage(stage, milliseconds / 1e3)
+
+    def _observe_stage(self, stage: str, seconds: float) -> None:
+        self._stages[stage].observe(seconds)
+        self.recent.add(stage, seconds)
 
     def gauge(self, name: str, text: str, read: Callable[[], float]) -> None:
         """Registers a gauge whose value is read at scrape time."""
@@ -170,6 +182,47 @@ class Metrics:
     def exposition(self) -> bytes:
         """The metrics in the text format that Prometheus scrapes."""
         return generate_latest(self.registry)
+
+
+class RecentTimes:
+    """The newest times of each stage, as they were observed: a histogram knows only buckets. clock:
+    seconds."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._times: dict[str, deque[tuple[float, float]]] = {
+            stage: deque(maxlen=MAX_RECENT) for stage in STAGES
+        }
+        self.num_total = 0
+        """Times of the stage ``total`` since the start."""
+
+    def add(self, stage: str, seconds: float) -> None:
+        self._times[stage].append((self._clock(), seconds))
+        self.num_total += stage == "total"
+
+    def within(self, seconds: float) -> dict[str, dict[str, float]]:
+        """``percentiles_ms`` by stage, of the last ``seconds``."""
+        since_s = self._clock() - seconds
+        found = {
+            stage: [took_s for at_s, took_s in times if at_s >= since_s]
+            for stage, times in self._times.items()
+        }
+        return {stage: percentiles_ms(times) for stage, times in found.items() if times}
+
+    def total_after(self, number: int) -> dict[str, float] | None:
+        """``percentiles_ms`` of ``total``, of the times after the first ``number``; None without any."""
+        num_new = min(max(0, self.num_total - number), MAX_RECENT)
+        times = [took_s for _, took_s in self._times["total"]]
+        return percentiles_ms(times[-num_new:]) if num_new else None
+
+
+def percentiles_ms(times_s: Sequence[float]) -> dict[str, float]:
+    """How many times there are (``passed``), and ``p50``, ``p90``, ``p99`` in milliseconds, each of them an
+    observed time (nearest rank)."""
+    ordered = sorted(times_s)
+    return {"passed": len(ordered)} | {
+        f"p{percent}": ordered[math.ceil(percent / 100 * len(ordered)) - 1] * 1e3 for percent in PERCENTILES
+    }
 
 
 class _CounterView:

@@ -34,7 +34,7 @@ def certificate_files(cert: Path, key: Path, client_ca: Path | None = None) -> R
     def parse(chain: bytes, private_key: bytes, authority: bytes | None = None) -> Certificates:
         if authority is not None:
             check_authority(authority)
-        context = load_context(cert, key)
+        context = load_context(cert, key, authority)
         warn_of_dates(cert)
         return Certificates(chain, private_key, authority, context)
 
@@ -53,22 +53,27 @@ def warn_of_dates(cert: Path) -> None:
             log.warning("the certificate is not valid yet", file=str(cert), valid_from=valid_from)
 
 
-def server_context(files: Reloaded[Certificates], cert: Path, key: Path) -> ssl.SSLContext:
-    """A context for servers built on ``ssl``; clients need no certificate. Each handshake uses the current
-    files."""
+def server_context(cert: Path, key: Path, client_ca: Path | None = None) -> ssl.SSLContext:
+    """A context for servers built on ``ssl``. Each handshake uses the current files. client_ca: the
+    authorities that sign client certificates; None if clients need none. Raises as ``certificate_files``."""
+    files = certificate_files(cert, key, client_ca)
 
     def use_current(connection: ssl.SSLObject | ssl.SSLSocket, *_: object) -> None:
         connection.context = files.current().context
 
-    first = load_context(cert, key)
+    first = load_context(cert, key, files.current().client_ca)
     first.sni_callback = use_current
     return first
 
 
-def load_context(cert: Path, key: Path) -> ssl.SSLContext:
-    """A server context. Raises ConfigurationError if the files are not a certificate and its key."""
+def load_context(cert: Path, key: Path, client_ca: bytes | None = None) -> ssl.SSLContext:
+    """A server context. client_ca: as in ``Certificates``. Raises ConfigurationError if the files are not a
+    certificate and its key."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
+    if client_ca is not None:
+        context.verify_mode = ssl.CERT_REQUIRED
+        context.load_verify_locations(cadata=ascii_of(client_ca))
 
     def no_password() -> bytes:
         raise ConfigurationError(f"the key in {key} is encrypted, which is not supported")
@@ -83,8 +88,11 @@ def load_context(cert: Path, key: Path) -> ssl.SSLContext:
 def check_authority(client_ca: bytes) -> None:
     """Raises ConfigurationError if the file of the clients' authority has no certificate."""
     try:
-        # Certificates are ASCII; comments in the file may not be.
-        text = client_ca.decode("ascii", errors="ignore")
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_verify_locations(cadata=text)
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_verify_locations(cadata=ascii_of(client_ca))
     except (ssl.SSLError, ValueError) as error:
         raise ConfigurationError(f"the clients' authority is not a certificate: {error}") from None
+
+
+def ascii_of(pem: bytes) -> str:
+    """Certificates are ASCII; comments in their file may not be."""
+    return pem.decode("ascii", errors="ignore")

@@ -64,25 +64,28 @@ def _otlp_provider(version: str) -> TracerProvider:
     return provider
 
 
-def open_call(method: str, metadata: Iterable[tuple[str, str | bytes]], request_id: str) -> Span | None:
-    """Starts the span of one RPC and makes it current. Its parent is the caller's span if ``traceparent``
-    names one. With a malformed header, a new trace starts, as the W3C Trace Context recommendation says."""
+def open_call(
+    method: str, metadata: Iterable[tuple[str, str | bytes]], request_id: str, http_route: str = ""
+) -> Span | None:
+    """Starts the span of one call and makes it current. http_route: the path of a call over HTTP; empty for
+    an RPC. Its parent is the caller's span if ``traceparent`` names one. With a malformed header, a new trace
+    starts, as the W3C Trace Context recommendation says."""
     if _tracer is None:
         return None
     from opentelemetry.trace import SpanKind
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
     carrier = {key: value for key, value in metadata if key in W3C_KEYS and isinstance(value, str)}
+    name = f"{RPC_SERVICE}/{method}"
+    attributes = {"rpc.system": "grpc", "rpc.service": RPC_SERVICE, "rpc.method": method}
+    if http_route:
+        name = f"POST {http_route}"
+        attributes = {"http.request.method": "POST", "http.route": http_route}
     span = _tracer.start_span(
-        f"{RPC_SERVICE}/{method}",
+        name,
         context=TraceContextTextMapPropagator().extract(carrier),
         kind=SpanKind.SERVER,
-        attributes={
-            "rpc.system": "grpc",
-            "rpc.service": RPC_SERVICE,
-            "rpc.method": method,
-            "ve.request_id": request_id,
-        },
+        attributes={**attributes, "ve.request_id": request_id},
     )
     enter(span)
     return span

@@ -1,4 +1,4 @@
-"""Interface between the service and its servers of other systems' protocols."""
+"""Interface between the service and its servers of protocols other than gRPC."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ProtocolServer(Protocol):
 
     @property
     def num_calls(self) -> int:
-        """Calls in progress."""
+        """Calls in progress, except those that the service's gate counts."""
 
     async def open(self) -> None:
         """Binds the ports that the protocol needs besides the HTTP port. Called before the model is loaded.

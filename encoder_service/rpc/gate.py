@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import grpc
@@ -86,8 +87,29 @@ class CallPermits:
             self._pace.note(1)
 
 
+@dataclass
+class Entry:
+    """A call within the gate. permit: counts the bytes of its message until it ends. is_passed: all checks
+    are made, and what fails from now on is no refusal."""
+
+    call: observed.Call
+    token: str
+    permit: Permit
+    tokens: NamespaceTokens
+    is_passed: bool = False
+
+    def pass_to(self, namespace: str | None) -> None:
+        """The last check. namespace: None for a call that has none. Raises Unauthenticated,
+        PermissionDenied."""
+        if namespace is not None:
+            self.call.namespace = namespace[:SHOWN_CHARS]
+            check_namespace(self.tokens, self.token, namespace)
+        self.is_passed = True
+
+
 class CallGate:
-    """The gate of one server. refused: number of calls that were refused before their handler, by reason.
+    """The gate of one server. admission: counts the complete messages of calls in progress, with the content
+    that items take from them. refused: number of calls that were refused before their handler, by reason.
     streams: counts Watch and reflection."""
 
     def __init__(
@@ -97,16 +119,38 @@ class CallGate:
         admission: Admission,
         max_message_bytes: int,
     ) -> None:
-        """admission: counts the complete messages of calls in progress, with the content that items take
-        from them. ``arrivals`` counts incomplete messages, with limits of the same size."""
+        """``arrivals`` counts incomplete messages, with limits of the size of the admission's."""
         self.permits = permits
         self.refused: Counter[str] = Counter()
-        self._tokens = tokens
-        self._admission = admission
+        self.tokens = tokens
+        self.admission = admission
         self.arrivals = Arrivals(admission.max_bytes, max_message_bytes)
         self._short_calls = CallPermits(MAX_SHORT_CALLS)
         self.streams = CallPermits(MAX_STREAMS)
         self._large = WaitingShares(1)
+
+    @contextmanager
+    def enter(self, call: observed.Call) -> Iterator[Entry]:
+        """A call of any protocol from its start to its end. Checks its token and holds its permit. The caller
+        reads the message, counts its bytes in the entry's permit, and calls ``pass_to``.
+        Raises Unauthenticated, TooManyCalls."""
+        entry = None
+        try:
+            token = bearer_token(call.metadata)
+            names = check_caller(self.tokens, token)
+            call.tokens = self.tokens
+            call.holder = holder_of_caller(names, call.host)
+            with self.permits.call(call.holder):
+                call.permit = self.admission.acquire(0, call.holder)
+                entry = Entry(call, token, call.permit, self.tokens)
+                yield entry
+        except VisionEncoderError as error:
+            if entry is None or not entry.is_passed:
+                self.refused[error.reason] += 1
+            raise
+        finally:
+            if entry is not None:
+                entry.permit.release()
 
     def passed(
         self, behaviour: Callable[[Request, Context], Awaitable[Response]], request_type: type[Request]
@@ -116,32 +160,16 @@ class CallGate:
         PermissionDenied, InvalidRequest, DeadlineExceeded."""
 
         async def handle(_: object, context: Context) -> Response:
-            call, permit, is_refused = observed.this_call(), None, True
-            try:
-                token = bearer_token(call.metadata)
-                names = check_caller(self._tokens, token)
-                call.tokens = self._tokens
-                call.holder = holder_of_caller(names, call.host)
-                with self.permits.call(call.holder):
-                    data = await self.arrivals.read(context, call.holder, RECEIVE_S)
-                    if data is None:
-                        raise InvalidRequest(NO_MESSAGE)
-                    permit = call.permit = self._admission.acquire(len(data), call.holder)
-                    request = await self._parsed(data, request_type, permit, call.holder)
-                    del data
-                    namespace = getattr(request, "namespace", None)
-                    if namespace is not None:
-                        call.namespace = namespace[:SHOWN_CHARS]
-                        check_namespace(self._tokens, token, namespace)
-                    is_refused = False
-                    return await behaviour(request, context)
-            except VisionEncoderError as error:
-                if is_refused:
-                    self.refused[error.reason] += 1
-                raise
-            finally:
-                if permit is not None:
-                    permit.release()
+            call = observed.this_call()
+            with self.enter(call) as entry:
+                data = await self.arrivals.read(context, call.holder, RECEIVE_S)
+                if data is None:
+                    raise InvalidRequest(NO_MESSAGE)
+                entry.permit.add_bytes(len(data))
+                request = await self._parsed(data, request_type, entry.permit, call.holder)
+                del data
+                entry.pass_to(getattr(request, "namespace", None))
+                return await behaviour(request, context)
 
         return handle
 
@@ -177,7 +205,7 @@ class CallGate:
                 names: tuple[str, ...] = ()
                 if needs_token:
                     token = bearer_token(tuple(context.invocation_metadata() or ()))
-                    names = check_caller(self._tokens, token)
+                    names = check_caller(self.tokens, token)
                 holder = holder_of_caller(names, host_of(context.peer()))
                 with permits.call(holder):
                     return await behaviour(requests(context, holder), context)

@@ -235,7 +235,9 @@ def observed(
     """Wraps the handler of any method. An exception becomes the call's status."""
 
     async def observe(request: Request, context: Context) -> Response:
-        call = _open(method, context, instance_id)
+        metadata: Metadata = tuple(context.invocation_metadata() or ())
+        peer = context.peer()
+        call = open_call(method, metadata, instance_id, host_port_of(peer), host_of(peer))
         try:
             with recorded(call, metrics):
                 response = await handler(request, context)
@@ -253,12 +255,14 @@ def observed(
     return observe
 
 
-def _open(method: str, context: Context, instance_id: str) -> Call:
-    metadata: Metadata = tuple(context.invocation_metadata() or ())
+def open_call(
+    method: str, metadata: Metadata, instance_id: str, peer: str, host: str, http_route: str = ""
+) -> Call:
+    """Starts the record of a call, its span and its log fields, and makes it the current one of this task.
+    metadata: with lower-case names. peer, host: as in ``Call``. http_route: the path of a call over HTTP."""
     request_id = request_id_of(metadata)
-    span = traces.open_call(method, metadata, request_id)
+    span = traces.open_call(method, metadata, request_id, http_route)
     bind_request(request_id, "" if span is None else traces.trace_id(span))
-    peer = context.peer()
-    call = Call(method, request_id, span, metadata, instance_id, host_port_of(peer), host_of(peer))
+    call = Call(method, request_id, span, metadata, instance_id, peer, host)
     _CALL.set(call)
     return call

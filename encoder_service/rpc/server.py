@@ -201,7 +201,8 @@ def open_tokens(settings: Settings) -> NamespaceTokens:
         raise ConfigurationError(f"isolated namespaces need a token: {', '.join(missing)}")
     if not settings.open_namespaces and not tokens.names():
         raise ConfigurationError("open_namespaces is off and no namespace has a token: all calls would fail")
-    in_clear = [] if settings.tls_cert is not None else list(filter(is_reachable, settings.listen))
+    addresses = (*settings.listen, *filter(None, (settings.http_listen,)))
+    in_clear = [] if settings.tls_cert is not None else list(filter(is_reachable, addresses))
     if tokens.names() and in_clear:
         log.warning("without tls_cert, tokens are sent unencrypted", listen=",".join(in_clear))
     return tokens

@@ -4,8 +4,10 @@ runs."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
+from google.protobuf.json_format import MessageToDict
 
 from encoder_service import __version__
 from encoder_service.config import Settings
@@ -91,3 +93,15 @@ def transports(settings: Settings, store: EmbeddingStore) -> list[pb.TransportIn
         )
         for kind, arena in kinds.items()
     ]
+
+
+def info_dict(message: pb.GetServerInfoResponse) -> dict[str, Any]:
+    """GetServerInfo as JSON-ready data, numbers as numbers, bytes as hexadecimal."""
+    answer: dict[str, Any] = MessageToDict(
+        message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+    )
+    for entry, model in zip(answer["models"], message.models, strict=True):
+        entry["model_fingerprint"] = model.model_fingerprint.hex()
+        entry["preprocess_fingerprint"] = model.preprocess_fingerprint.hex()
+    answer["limits"] = {field.name: value for field, value in message.limits.ListFields()}
+    return answer

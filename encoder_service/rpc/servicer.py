@@ -22,7 +22,7 @@ from encoder_service.pipeline import EncodeResult, Pipeline
 from encoder_service.rpc import convert, observed
 from encoder_service.rpc.delivery import Delivery, RowsRequest
 from encoder_service.rpc.item_reader import ItemReader
-from encoder_service.rpc.item_stream import ItemStream
+from encoder_service.rpc.item_stream import EventWriter, ItemStream
 from encoder_service.scheduler.admission import Permit
 from encoder_service.store.embedding_store import RETRY_AFTER_MS
 from encoder_service.types import EncodedItem, Item
@@ -66,7 +66,7 @@ class VisionEncoderServicer:
         return self._info
 
     async def lookup(self, request: pb.LookupRequest, _: Context) -> pb.LookupResponse:
-        self._check_call(request.namespace, "", len(request.keys))
+        check_call(self._pipeline.model.name, request.namespace, "", len(request.keys))
         return pb.LookupResponse(statuses=[self._key_status(key, request.namespace) for key in request.keys])
 
     async def prefetch(self, request: pb.PrefetchRequest, context: Context) -> pb.PrefetchResponse:
@@ -107,7 +107,7 @@ class VisionEncoderServicer:
 
         call = observed.this_call()
         holder = call.holder_of(request.namespace)
-        self._check_call(request.namespace, request.model, len(request.items))
+        check_call(self._pipeline.model.name, request.namespace, request.model, len(request.items))
         return pb.PrefetchResponse(
             statuses=await asyncio.gather(*itertools.starmap(prefetch_item, enumerate(request.items)))
         )
@@ -134,7 +134,7 @@ class VisionEncoderServicer:
         async def encode_item(message: pb.Item) -> EncodeResult:
             return await self._reader.use(message, encode, holder, call.permit)
 
-        self._check_call(request.namespace, request.model, len(request.items))
+        check_call(self._pipeline.model.name, request.namespace, request.model, len(request.items))
         await self._stream(context, request, encode_item, request.items)
 
     async def fetch(self, request: pb.FetchRequest, context: Context) -> None:
@@ -143,7 +143,7 @@ class VisionEncoderServicer:
         async def fetch_key(key: bytes) -> EncodeResult:
             return await self._pipeline.fetch(key, namespace=request.namespace, deadline_s=deadline_s)
 
-        self._check_call(request.namespace, "", len(request.keys))
+        check_call(self._pipeline.model.name, request.namespace, "", len(request.keys))
         await self._stream(context, request, fetch_key, request.keys)
 
     async def _stream(
@@ -158,7 +158,8 @@ class VisionEncoderServicer:
             self._delivery.count_reads(request.namespace, 0, len(items))
         requested = RowsRequest(request.namespace, tier, request.after_lost_read)
         call = observed.this_call()
-        stream = ItemStream(self._pipeline, self._delivery, context, call, requested=requested)
+        writer = EventWriter(context, self._pipeline.clock)
+        stream = ItemStream(self._pipeline, self._delivery, writer, call, requested=requested)
         await stream.run(encode, items)
 
     # -- shared ----------------------------------------------------------------------------------------
@@ -167,23 +168,6 @@ class VisionEncoderServicer:
         """The call's deadline in the pipeline's clock; None without a deadline."""
         remaining_s = context.time_remaining()
         return None if remaining_s is None else self._pipeline.clock() + remaining_s
-
-    def _check_call(self, namespace: str, model: str, num_items: int) -> None:
-        """Refuses the call as a whole. Raises InvalidRequest, UnknownModel."""
-        observed.this_call().num_items = num_items
-        check_namespace(namespace)
-        if len(model.encode()) > MAX_MODEL_NAME_BYTES:  # the error's trailing metadata repeats the name
-            raise UnknownModel(
-                f"the model name has {len(model.encode())} bytes, at most {MAX_MODEL_NAME_BYTES} are taken"
-            )
-        if model not in ("", self._pipeline.model.name):
-            raise UnknownModel(
-                f"model {model!r} is not served here, {self._pipeline.model.name!r} is", model=model
-            )
-        if not 1 <= num_items <= convert.MAX_ITEMS_PER_REQUEST:
-            raise InvalidRequest(
-                f"the call has {num_items} items, 1 to {convert.MAX_ITEMS_PER_REQUEST} are taken"
-            )
 
     def _key_status(self, key: bytes, namespace: str) -> pb.KeyStatus:
         match self._pipeline.lookup(key, namespace=namespace):
@@ -199,6 +183,22 @@ class VisionEncoderServicer:
                 return pb.KeyStatus(key=key, state=pb.KEY_STATE_IN_FLIGHT)
             case _:
                 return pb.KeyStatus(key=key, state=pb.KEY_STATE_ABSENT)
+
+
+def check_call(served: str, namespace: str, model: str, num_items: int) -> None:
+    """Refuses the call as a whole. served: the model's name. Raises InvalidRequest, UnknownModel."""
+    observed.this_call().num_items = num_items
+    check_namespace(namespace)
+    if len(model.encode()) > MAX_MODEL_NAME_BYTES:  # the error's trailing metadata repeats the name
+        raise UnknownModel(
+            f"the model name has {len(model.encode())} bytes, at most {MAX_MODEL_NAME_BYTES} are taken"
+        )
+    if model not in ("", served):
+        raise UnknownModel(f"model {model!r} is not served here, {served!r} is", model=model)
+    if not 1 <= num_items <= convert.MAX_ITEMS_PER_REQUEST:
+        raise InvalidRequest(
+            f"the call has {num_items} items, 1 to {convert.MAX_ITEMS_PER_REQUEST} are taken"
+        )
 
 
 def check_namespace(namespace: str) -> None:

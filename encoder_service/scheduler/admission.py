@@ -10,7 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Callable
 
-from encoder_service.errors import QueueFull
+from encoder_service.errors import InvalidRequest, QueueFull
 from encoder_service.ops.shares import RESERVED, WHOLE, Holder, Shares
 
 # The retry delay before anything was measured, and the limits of a measured delay. A shorter delay only adds
@@ -86,6 +86,17 @@ class Permit:
         """Takes room for content that is still arriving. Raises QueueFull; bytes taken before stay held."""
         self._admission._take_bytes(self.holder, num_bytes)
         self.num_bytes += num_bytes
+
+    def add_rows(self, num_bytes: int) -> None:
+        """Takes room for rows that are held until the request ends. Raises InvalidRequest if the request
+        alone exceeds the limit, QueueFull if other requests leave too little of it."""
+        needed, limit = self.num_bytes + num_bytes, self._admission.max_bytes
+        if needed > limit:
+            raise InvalidRequest(
+                f"the request has at least {needed} bytes with its rows, at most {limit} are taken; "
+                "send fewer items in one"
+            )
+        self.add_bytes(num_bytes)
 
     def release(self) -> None:
         """Releases its part of every limit. Idempotent."""

@@ -101,6 +101,7 @@ def test_every_third_party_import_of_the_service_is_a_declared_dependency() -> N
 OWN_ROOTS = {"encoder_service", "lm_adapter", "vision_encoder", *sys.stdlib_module_names}
 DISTRIBUTION_OF = {
     "PIL": "pillow",
+    "fastapi_offline": "fastapi-offline",
     "google": "protobuf",
     "grpc": "grpcio",
     "huggingface_hub": "huggingface-hub",
@@ -110,6 +111,7 @@ DISTRIBUTION_OF = {
     "prometheus_client": "prometheus-client",
     "opentelemetry": "opentelemetry-api",
     "pydantic": "pydantic-settings",
+    "python_multipart": "python-multipart",
     "pydantic_settings": "pydantic-settings",
     "cuda": "cuda-bindings",
     "fa3_fwd_interface": "fa3-fwd",

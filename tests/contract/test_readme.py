@@ -12,14 +12,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from bench.harness.ready import ready_in
 from encoder_service.config import Settings
+from lm_adapter import ImageItem, VisionEncoderClient
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
 DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "deploy").glob("*.md")]
-ADDRESS = "127.0.0.1:50051"
+ADDRESS, HTTP_ADDRESS = "127.0.0.1:50051", "127.0.0.1:8000"
 ENV = {
     **{name: value for name, value in os.environ.items() if not name.startswith("VE_")},
     "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "proto"), os.environ.get("PYTHONPATH", "")]),
@@ -42,21 +45,23 @@ def encoder_command(words: list[str]) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str]]:
-    """A folder with the README's checkpoint, and the address of a service started by the README's command."""
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str, str]]:
+    """A folder with the README's checkpoint, and the addresses of a service started by the README's command:
+    of gRPC and of HTTP."""
     folder = tmp_path_factory.mktemp("readme")
     (folder / "tests").symlink_to(ROOT / "tests")
     (make,) = (words for words in shell_lines() if words[:2] == ["vision-encoder", "make-checkpoint"])
     subprocess.run(encoder_command(make), cwd=folder, env=ENV, check=True, timeout=120)
     (serve,) = (words for words in shell_lines() if words[:2] == ["vision-encoder", "serve"])
-    assert ADDRESS in serve
-    command = [word.replace(ADDRESS, "127.0.0.1:0") for word in encoder_command(serve)]
+    assert {ADDRESS, HTTP_ADDRESS} <= set(serve)
+    command = ["127.0.0.1:0" if word in (ADDRESS, HTTP_ADDRESS) else word for word in encoder_command(serve)]
     process = subprocess.Popen(
         [*command, "--admin-listen", "127.0.0.1:0"], cwd=folder, env=ENV, stdout=subprocess.PIPE, text=True
     )
     try:
         assert process.stdout is not None
-        yield folder, ready_in(process.stdout)["listen"]
+        ready = ready_in(process.stdout)
+        yield folder, ready["listen"], ready["http"]
     finally:
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=60)
@@ -74,15 +79,15 @@ def run(command: list[str], folder: Path) -> str:
 def test_every_command_is_one_that_is_run_here() -> None:
     kinds = {tuple(words[:2]) if words[0] == "vision-encoder" else words[0] for words in shell_lines()}
     commands = ("make-checkpoint", "serve", "info", "encode", "health")
-    assert kinds == {"make", "pip", *(("vision-encoder", name) for name in commands)}
+    assert kinds == {"make", "pip", "curl", *(("vision-encoder", name) for name in commands)}
     for words in shell_lines():
         if words[0] == "make":
             run(["make", "-n", "--assume-old=.venv/.setup-done", *words[1:]], ROOT)
 
 
 @pytest.mark.extended
-def test_the_client_commands(running: tuple[Path, str]) -> None:
-    folder, target = running
+def test_the_client_commands(running: tuple[Path, str, str]) -> None:
+    folder, target, _ = running
     clients = [words for words in shell_lines() if words[1] in ("info", "encode", "health")]
     assert len(clients) == 3
     for words in clients:
@@ -91,8 +96,18 @@ def test_the_client_commands(running: tuple[Path, str]) -> None:
 
 
 @pytest.mark.extended
-def test_the_python_examples(running: tuple[Path, str]) -> None:
-    folder, target = running
+def test_the_command_without_python(running: tuple[Path, str, str]) -> None:
+    folder, target, http_address = running
+    (words,) = (words for words in shell_lines() if words[0] == "curl")
+    run([word.replace(HTTP_ADDRESS, http_address) for word in words], folder)
+    with VisionEncoderClient(target) as client:
+        rows = client.encode(ImageItem.from_path(folder / "tests/data/photos/coffee.jpg"))
+    assert torch.equal(load_file(folder / "rows.safetensors")["rows.0"], rows.torch())
+
+
+@pytest.mark.extended
+def test_the_python_examples(running: tuple[Path, str, str]) -> None:
+    folder, target, _ = running
     ask, engine = (block.replace(ADDRESS, target) for block in blocks("python"))
     assert "228" in run([sys.executable, "-c", ask], folder)
     assert run([sys.executable, "-c", engine + "\nprint(len(tokens[0]))"], folder).split()[-1] == "8"

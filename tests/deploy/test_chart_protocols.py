@@ -67,6 +67,20 @@ def test_the_service_takes_tokenspeeds_settings_and_listens_on_the_pods_address(
     assert settings.tokenspeed_bootstrap_port == 8998
 
 
+@pytest.mark.parametrize("values", [{}, {"gateway": {"enabled": True}}], ids=["alone", "gateway"])
+def test_p46_http_is_for_the_clients_of_the_service(values: Object, monkeypatch: pytest.MonkeyPatch) -> None:
+    on: Object = {"http": {"enabled": True}}
+    objects, without = render(values, on), render(values)
+    validate(objects)
+    assert settings_of(objects, monkeypatch).http_listen == "0.0.0.0:8000"
+    assert "VE_HTTP_LISTEN" not in environment_of(without)
+    assert 8000 in {port["port"] for port in named(objects, "Service")["spec"]["ports"]}
+    client, encoder = {"vision-encoder/client": "true"}, labels_of(workload_of(objects, NAME))
+    assert is_let_in(objects, encoder, 8000, client, TENANT)
+    assert not is_let_in(without, encoder, 8000, client, TENANT)
+    assert not is_let_in(objects, encoder, 8000, {"vision-encoder/reader": "true"}, TENANT)
+
+
 @both
 def test_p46_only_the_protocols_peers_reach_its_ports_and_receive_rows(protocol: Protocol) -> None:
     objects, without = render(protocol.on), render()
@@ -103,6 +117,7 @@ def test_p46_ports_without_a_list_of_peers_are_refused(
 @pytest.mark.parametrize(
     ("values", "message"),
     [
+        ({"settings": {"VE_HTTP_LISTEN": "0.0.0.0:8000"}}, "http.enabled sets it"),
         ({"settings": {"VE_SERVE_SGLANG": "0.0.0.0:31000"}}, "sglang.enabled sets it"),
         ({**SGLANG.on, "settings": {"VE_SERVE_SGLANG": "0.0.0.0:1"}}, "sglang.enabled needs"),
         ({**SGLANG.on, "settings": {"VE_SGLANG_URL": "http://a:1"}}, "from the pod's address"),

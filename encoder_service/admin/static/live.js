@@ -1,5 +1,6 @@
-// The live half of the page: requests /metrics every second and draws them. No build step, no library.
-// The metrics count since the service's start. Rates and percentiles are computed from two answers.
+// The live half of the page: requests /metrics and /v1/times every second and draws them. No build step, no
+// library. The metrics count since the service's start; rates are computed from two answers. Percentiles are times
+// that the service has observed.
 
 const byId = (id) => document.getElementById(id);
 const SVG = "http://www.w3.org/2000/svg";
@@ -13,7 +14,8 @@ export const TIERS = {
   device: "found in the device tier",
   host: "found in the host tier",
 };
-const answers = []; // within the time span of the charts, oldest first
+const answers = []; // of the last minute, oldest first
+let points = restored(); // of the charts, oldest first
 
 // The samples of a text in Prometheus' format by their names.
 function parsed(text) {
@@ -30,10 +32,24 @@ const total = (live, name) => sum(samples(live, name).map((sample) => sample.val
 const by = (live, name, label) =>
   Object.fromEntries(samples(live, name).map((sample) => [sample.labels[label], sample.value]));
 
+// Points from before a reload of the page.
+function restored() {
+  try {
+    return JSON.parse(sessionStorage.getItem("points")) ?? [];
+  } catch (error) {
+    return [];
+  }
+}
+
 function remember(live) {
   if (answers.length && live.instance !== answers.at(-1).instance) answers.length = 0; // the service restarted
+  points = points.filter((point) => point.instance === live.instance && point.at_s > live.at_s - CHARTS_S);
+  points.push(pointOf(live, answers.at(-1)));
   answers.push(live);
-  while (answers[1]?.at_s < live.at_s - CHARTS_S) answers.shift();
+  while (answers[1]?.at_s < live.at_s - STAGES_S) answers.shift();
+  try {
+    sessionStorage.setItem("points", JSON.stringify(points));
+  } catch (error) {} // the browser keeps nothing
 }
 
 // The newest answer that is at least `seconds` older than the last one, or else the oldest answer.
@@ -55,48 +71,18 @@ function rate(from, to, figure) {
 }
 
 const busyShare = (from, to) => Math.min(1, rate(from, to, busy));
-const buckets = (live, stage) =>
-  samples(live, "ve_stage_seconds_bucket").filter((sample) => sample.labels.stage === stage);
-
-// Increase of the counts in a stage's histogram between two answers, not cumulative.
-function gained(from, to, stage) {
-  const earlier = buckets(from, stage);
-  const cumulative = buckets(to, stage).map((sample, index) => sample.value - earlier[index].value);
-  return cumulative.map((count, index) => count - (cumulative[index - 1] ?? 0));
-}
-
-// The histogram's upper bounds in seconds, without the last one, infinity.
-const bounds = (live) => buckets(live, "total").slice(0, -1).map((sample) => Number(sample.labels.le));
-
-// The percentile in milliseconds, interpolated linearly within a bucket; null without observations.
-function percentile(bounds, counts, share) {
-  const rank = share * sum(counts);
-  if (!rank) return null;
-  let below = 0;
-  for (const [index, upper] of bounds.entries()) {
-    const lower = index ? bounds[index - 1] : 0;
-    if (counts[index] && below + counts[index] >= rank) {
-      return 1000 * (lower + ((upper - lower) * (rank - below)) / counts[index]);
-    }
-    below += counts[index];
-  }
-  return 1000 * bounds.at(-1);
-}
-
-// One point for each pair of successive answers.
-function series() {
-  const last = answers.at(-1);
-  const pairs = answers.slice(1).map((to, index) => [answers[index], to]);
-  const of = (point) => pairs.map(([from, to]) => point(from, to));
-  const latency = (share) => of((from, to) => percentile(bounds(to), gained(from, to, "total"), share));
+// What the charts show of the newest answer. Rates need the one before it.
+function pointOf(live, earlier) {
+  const since = (figure) => (earlier ? figure(earlier, live) : null);
   return {
-    t_s: of((_, to) => to.at_s - last.at_s),
-    items_per_s: of((from, to) => rate(from, to, delivered)),
-    encoded_per_s: of((from, to) => rate(from, to, encoded)),
-    busy_share: of(busyShare),
-    queued_ms: of((_, to) => 1000 * queued_s(to)),
-    p50_ms: latency(0.5),
-    p99_ms: latency(0.99),
+    at_s: live.at_s,
+    instance: live.instance,
+    items_per_s: since((from, to) => rate(from, to, delivered)),
+    encoded_per_s: since((from, to) => rate(from, to, encoded)),
+    busy_share: since(busyShare),
+    queued_ms: 1000 * queued_s(live),
+    p50_ms: live.times.new?.p50 ?? null,
+    p99_ms: live.times.new?.p99 ?? null,
   };
 }
 
@@ -129,6 +115,8 @@ export function ms(value) {
   return value.toFixed(value < 10 ? 2 : value < 100 ? 1 : 0) + " ms";
 }
 
+const counted = (value, one, many) => `${count(value)} ${value === 1 ? one : many}`;
+const batches = (value) => counted(value, "batch", "batches");
 const percent = (share) => (share * 100).toFixed(share > 0 && share < 0.1 ? 1 : 0) + " %";
 
 export function fill(table, rows, heads) {
@@ -166,8 +154,7 @@ export function bars(box, entries, show) {
 
 function tiles(live) {
   const from = before(NOW_S);
-  const totals = gained(before(STAGES_S), live, "total");
-  const latency = (share) => ms(percentile(bounds(live), totals, share));
+  const latency = live.times.stages.total;
   const missed = (answer) => by(answer, "ve_items_total", "tier").miss ?? 0;
   const asked = delivered(live) - delivered(from);
   const found = asked ? 1 - (missed(live) - missed(from)) / asked : 0;
@@ -177,8 +164,8 @@ function tiles(live) {
   const shown = [
     ["delivered", count(rate(from, live, delivered)), "/s"],
     ["encoded", count(rate(from, live, encoded)), "/s"],
-    ["latency p50", latency(0.5), ""],
-    ["latency p99", latency(0.99), ""],
+    ["latency p50", ms(latency?.p50), ""],
+    ["latency p99", ms(latency?.p99), ""],
     ["queue", ms(queued_s(live) * 1e3), ""],
     ["patches queued", count(total(live, "ve_queued_patches")), ""],
     ["device busy", percent(busyShare(from, live)), ""],
@@ -220,6 +207,15 @@ function path(times, values, span, top, name) {
   return drawn;
 }
 
+// Dots for values without a neighbour, which draw no line.
+function dots(times, values, span, top, name) {
+  const isAlone = (value, index) =>
+    value !== null && (values[index - 1] ?? null) === null && (values[index + 1] ?? null) === null;
+  const drawn = path(times, values.map((value, index) => (isAlone(value, index) ? value : null)), span, top, name);
+  drawn.setAttribute("class", name + " dot");
+  return drawn;
+}
+
 // A round number at or above the largest value, so that the scale seldom changes.
 function ceiling(values, least) {
   const most = Math.max(least, ...values.filter((value) => value !== null));
@@ -227,14 +223,15 @@ function ceiling(values, least) {
   return [1, 2, 5, 10].map((step) => step * power).find((step) => step >= most * 0.999);
 }
 
-function chart(id, series, names, show, fixed) {
+function chart(id, names, show, fixed) {
   const box = byId(id);
-  const times = series.t_s;
+  const times = points.map((point) => point.at_s - points.at(-1).at_s);
   const span = CHARTS_S;
-  const columns = names.map((name) => series[name] || []);
+  const columns = names.map((name) => points.map((point) => point[name]));
   const top = fixed ?? ceiling(columns.flat(), 1);
-  const marks = columns.map((values, index) => path(times, values, span, top, "ab"[index]));
-  if (columns.length) marks.unshift(path(times, columns[0], span, top, "area"));
+  const marks = [path, dots].flatMap((draw) =>
+    columns.map((values, index) => draw(times, values, span, top, "ab"[index])).reverse());
+  marks.unshift(path(times, columns[0], span, top, "area"));
   box.replaceChildren(...marks);
   box.nextElementSibling.replaceChildren(
     element("span", "2 min ago"), element("span", "full height " + show(top)), element("span", "now"),
@@ -242,13 +239,11 @@ function chart(id, series, names, show, fixed) {
 }
 
 function panels(live, info) {
-  const from = before(STAGES_S);
-  const names = new Set(samples(live, "ve_stage_seconds_bucket").map((sample) => sample.labels.stage));
-  const stages = [...names].map((stage) => [stage, gained(from, live, stage)]);
+  const { stages, max_passed } = live.times;
   fill(
     byId("stages"),
-    stages.filter(([, counts]) => sum(counts)).map(([stage, counts]) => [
-      stage, count(sum(counts)), ...[0.5, 0.9, 0.99].map((share) => ms(percentile(bounds(live), counts, share))),
+    Object.entries(stages).map(([stage, { passed, p50, p90, p99 }]) => [
+      stage, passed < max_passed ? count(passed) : `last ${max_passed}`, ms(p50), ms(p90), ms(p99),
     ]),
     ["stage", "passed", "p50", "p90", "p99"],
   );
@@ -256,16 +251,16 @@ function panels(live, info) {
   if (runs.length) {
     const padded = total(live, "ve_padded_patches_total");
     const waste = percent(padded / (padded + total(live, "ve_encoded_patches_total")));
-    const eager = count(total(live, "ve_eager_runs_total"));
+    const eager = batches(total(live, "ve_eager_runs_total"));
     bars(byId("buckets"), runs, count);
-    byId("buckets").append(element("p", `${waste} of patches are padding, ${eager} batches ran eager`, "quiet"));
+    byId("buckets").append(element("p", `${waste} of patches are padding, ${eager} ran eager`, "quiet"));
   } else {
     const hasGraphs = samples(live, "ve_graph_replays_total").length;
     const why = hasGraphs ? "no batch has run in a bucket yet" : "no graphs on this device: every batch has its own shape";
-    byId("buckets").replaceChildren(element("p", `${count(total(live, "ve_batches_total"))} batches; ${why}`, "quiet"));
+    byId("buckets").replaceChildren(element("p", `${batches(total(live, "ve_batches_total"))}; ${why}`, "quiet"));
   }
   const tiers = by(live, "ve_items_total", "tier");
-  const held = Object.entries(by(live, "ve_store_items", "tier")).map(([tier, items]) => `${count(items)} items in the ${tier} tier`);
+  const held = Object.entries(by(live, "ve_store_items", "tier")).map(([tier, items]) => `${counted(items, "item", "items")} in the ${tier} tier`);
   fill(byId("cache"), [
     ["held", `${held.join(", ")}, ${bytes(total(live, "ve_store_bytes"))} of ${bytes(info.limits.store_bytes)}`],
     ...Object.entries(TIERS).map(([tier, text]) => [text, count(tiers[tier] ?? 0)]),
@@ -297,29 +292,32 @@ function state(text, name) {
   byId("state").className = "state " + name;
 }
 
-function show(metrics, ready, info) {
+function show(metrics, times, ready, info) {
   state(ready.status === "ready" ? "ready" : `not ready: ${ready.reason}`, ready.status === "ready" ? "good" : "bad");
   if (!info.models) return; // not loaded yet
-  const live = { at_s: performance.now() / 1000, instance: info.instance_id, metrics: parsed(metrics) };
+  const live = { at_s: Date.now() / 1000, instance: info.instance_id, metrics: parsed(metrics), times };
   remember(live);
   const model = info.models[0];
   const dtype = model.dtype.replace("DTYPE_", "").toLowerCase();
   byId("model").textContent = `${model.name} (${model.family}) on ${info.device}, ${dtype}`;
-  byId("playground").hidden = info.playground_max_bytes === 0;
+  const hasPlayground = info.playground_max_bytes > 0;
+  byId("drop").hidden = !hasPlayground;
+  byId("playground-off").hidden = hasPlayground;
   byId("drop-limit").textContent = `at most ${bytes(info.playground_max_bytes)}; encoded like every request, after those that wait`;
   tiles(live);
-  const points = series();
-  chart("chart-items", points, ["items_per_s", "encoded_per_s"], (top) => count(top) + "/s");
-  chart("chart-latency", points, ["p50_ms", "p99_ms"], ms);
-  chart("chart-busy", points, ["busy_share"], percent, 1);
-  chart("chart-queue", points, ["queued_ms"], ms);
+  chart("chart-items", ["items_per_s", "encoded_per_s"], (top) => count(top) + "/s");
+  chart("chart-latency", ["p50_ms", "p99_ms"], ms);
+  chart("chart-busy", ["busy_share"], percent, 1);
+  chart("chart-queue", ["queued_ms"], ms);
   panels(live, info);
 }
 
 async function refresh() {
   try {
-    const [metrics, ready, info] = await Promise.all(["metrics", "readyz", "v1/info"].map((path) => fetch(path)));
-    show(await metrics.text(), await ready.json(), await info.json());
+    const after = answers.length ? `?after=${answers.at(-1).times.num_total}` : "";
+    const paths = ["metrics", "v1/times" + after, "readyz", "v1/info"];
+    const [metrics, times, ready, info] = await Promise.all(paths.map((path) => fetch(path)));
+    show(await metrics.text(), await times.json(), await ready.json(), await info.json());
   } catch (error) {
     state("no answer from the service", "bad");
   }

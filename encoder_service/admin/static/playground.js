@@ -1,4 +1,4 @@
-// The playground: sends one file to /v1/playground and draws the result.
+// The playground: sends one file as POST /v1/encode takes it and draws the answer, which has pictures instead of rows.
 
 import { TIERS, bars, bytes, element, fill, ms } from "./live.js";
 
@@ -64,7 +64,7 @@ function drawFacts() {
   const [frames, rows, columns] = result.grid_thw;
   fill(byId("facts"), [
     ["file", `${file.name}, ${bytes(file.size)}`],
-    ["cache", element("span", TIERS[result.tier], "badge")],
+    ["answered", element("span", TIERS[result.tier], "badge")],
     ["target size", `${result.target_width} × ${result.target_height} px`],
     ["patch grid", `${frames} × ${rows} × ${columns} of ${result.patch_size} px = ${result.num_patches} patches`],
     ["visual tokens", `${result.num_rows} (${result.merge_size} × ${result.merge_size} patches each)`],
@@ -83,15 +83,15 @@ function problem(text) {
 
 async function send(file) {
   problem("");
+  byId("result").hidden = true; // of the file before
   byId("drop").classList.remove("over");
+  const form = new FormData();
+  form.append("image", file, file.name);
   try {
-    const answer = await fetch("v1/playground", {
-      method: "POST",
-      headers: { "Content-Type": "application/octet-stream" },
-      body: file,
-    });
-    const result = await answer.json();
-    if (!answer.ok) return problem(`${result.reason}: ${result.message}`);
+    const answer = await fetch("v1/playground", { method: "POST", headers: { "X-Timeout-S": "30" }, body: form });
+    const { items, error } = await answer.json();
+    if (error) return problem(`${file.name}: ${error.reason}: ${error.message}`);
+    const [result] = items;
     const image = new Image();
     image.src = result.picture;
     await image.decode();

@@ -8,30 +8,22 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import reprlib
-import urllib.parse
 from collections.abc import Mapping
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from encoder_service.errors import InvalidDigest, InvalidRequest, VisionEncoderError
+from encoder_service.ops.http_requests import data_uri_content, is_data_uri, validated
 from encoder_service.protocols.sglang.push import Part
 from encoder_service.rpc.convert import MAX_ITEMS_PER_REQUEST
 from encoder_service.types import Modality
 from vision_encoder.v1 import encoder_pb2 as pb
 
-Fields = TypeVar("Fields", bound="Body")
-
 HASH_PREFIX = "sha256:"
-# Limit on the commas, lists and objects of a body, counted before it is parsed, because each becomes objects
-# many times its size. A data URI has one comma.
-MAX_JSON_MARKS = 65_536
 MAX_REQ_ID_CHARS = 1024
 MAX_PARTS = 65_536
 MAX_RECEIVERS = 1024
-# Limit on the invalid fields that an error message names.
-MAX_NAMED_FIELDS = 4
 
 
 class Body(BaseModel):
@@ -95,25 +87,9 @@ class ReceiverRequest(Body):
     receive_url: str
 
 
-def parse_object(data: bytes) -> Mapping[str, object]:
-    """The object of a request's body. Raises InvalidRequest."""
-    num_marks = sum(map(data.count, (b",", b"[", b"{")))
-    if num_marks > MAX_JSON_MARKS:
-        raise InvalidRequest(
-            f"the body has {num_marks} commas and brackets, at most {MAX_JSON_MARKS} are taken"
-        )
-    try:
-        body = json.loads(data)
-    except (ValueError, RecursionError):
-        raise InvalidRequest(f"{len(data)} bytes are no JSON") from None
-    if not isinstance(body, dict):
-        raise InvalidRequest(f"the body is a {type(body).__name__}, needed is an object")
-    return body
-
-
 def parse_encode(body: Mapping[str, object]) -> EncodeRequest:
     """Raises InvalidRequest."""
-    request, max_items = _parse(EncodeRequest, body), MAX_ITEMS_PER_REQUEST
+    request, max_items = validated(EncodeRequest, body), MAX_ITEMS_PER_REQUEST
     if len(request.mm_items) > max_items:
         raise InvalidRequest(f"mm_items has {len(request.mm_items)} items, at most {max_items} are taken")
     if request.part_idx >= request.num_parts:
@@ -123,36 +99,21 @@ def parse_encode(body: Mapping[str, object]) -> EncodeRequest:
 
 def parse_receiver(body: Mapping[str, object]) -> ReceiverRequest:
     """Raises InvalidRequest."""
-    return _parse(ReceiverRequest, body)
-
-
-def _parse(fields: type[Fields], body: Mapping[str, object]) -> Fields:
-    """Raises InvalidRequest, which names invalid fields with their values."""
-    try:
-        return fields.model_validate(body)
-    except ValidationError as error:
-        invalid = [
-            f"{'.'.join(map(str, entry['loc']))} is {reprlib.repr(entry['input'])}: {entry['msg']}"
-            for entry in error.errors()[:MAX_NAMED_FIELDS]
-        ]
-        raise InvalidRequest("; ".join(invalid)) from None
+    return validated(ReceiverRequest, body)
 
 
 def inline_content(item: MediaItem) -> bytes:
-    """The bytes of a data URI, or of base64 alone, verified. As in SGLang's encoder, the media type of a data
-    URI is ignored, and its content is padded base64 without white space. The content may be percent-encoded
-    (RFC 2397). Raises InvalidRequest, InvalidDigest."""
-    is_uri = item.url[:5].lower() == "data:"
-    text: str | bytes = item.url.partition(",")[2] if is_uri and "," in item.url else item.url
-    try:
-        if is_uri and "%" in item.url:
-            text = urllib.parse.unquote_to_bytes(text)
-        data = base64.b64decode(text, validate=True)
-    except ValueError:
-        reason = "the item is neither a URL nor a data URI, and as base64 it cannot be decoded"
-        if is_uri:
-            reason = "the data URI cannot be decoded: use a data URI in base64, padded, without white space"
-        raise InvalidRequest(reason) from None
+    """The bytes of a data URI, or of base64 alone, verified, as SGLang's encoder takes them. Raises
+    InvalidRequest, InvalidDigest."""
+    if is_data_uri(item.url):
+        data = data_uri_content(item.url)
+    else:
+        try:
+            data = base64.b64decode(item.url, validate=True)
+        except ValueError:
+            raise InvalidRequest(
+                "the item is neither a URL nor a data URI, and as base64 it cannot be decoded"
+            ) from None
     verify(data, item.digest)
     return data
 

@@ -22,14 +22,14 @@ from typing import TypeAlias, TypeVar
 
 import torch
 from starlette.applications import Starlette
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from encoder_service import errors
 from encoder_service.config import Settings
-from encoder_service.errors import InvalidRequest
 from encoder_service.ingest.workers import MAX_HASHED_ON_LOOP_BYTES
+from encoder_service.ops.http_requests import json_object, peer_of, until_hang_up
 from encoder_service.ops.http_server import read_body
 from encoder_service.ops.http_status import http_status
 from encoder_service.ops.logs import REQUEST_ID_KEY, bind_request, request_id_of
@@ -48,7 +48,6 @@ from encoder_service.protocols.sglang.requests import (
     error_body,
     inline_content,
     parse_encode,
-    parse_object,
     parse_receiver,
     url_message,
     verify,
@@ -204,7 +203,7 @@ class SglangServer:
             raise errors.PermissionDenied("pages of browsers may not ask")
         data = await read_body(request)
         permit.add_bytes(len(data))
-        return await self._on_worker(len(data), parse_object, data)
+        return await self._on_worker(len(data), json_object, data)
 
     async def _add_receiver(self, incoming: Incoming) -> None:
         """``POST /scheduler_receive_url``, before or after the ``/encode`` of its ``req_id``."""
@@ -238,7 +237,7 @@ class SglangServer:
         async def encode_item(index: int, item: MediaItem) -> None:
             result = await self._encode_item(backend, part.modality, item, incoming.permit)
             results[index] = await backend.pipeline.ensure_tier(result, NAMESPACE, "host")
-            self._count_rows(incoming.permit, results[index].encoded.spec.num_bytes)
+            incoming.permit.add_rows(results[index].encoded.spec.num_bytes)
 
         try:
             await all_of(*(encode_item(index, item) for index, item in enumerate(request.mm_items)))
@@ -268,16 +267,6 @@ class SglangServer:
         reader = ItemReader(self._admission, pipeline.workers.executor, None, backend.urls)
         return await reader.use(url_message(item, modality), encode_fetched, (NAMESPACE,))
 
-    def _count_rows(self, permit: Permit, num_bytes: int) -> None:
-        """Counts rows of the request until its end. Raises InvalidRequest if the request alone exceeds the
-        limit, QueueFull if other requests leave too little of it."""
-        needed, limit = permit.num_bytes + num_bytes, self._admission.max_bytes
-        if needed > limit:
-            raise InvalidRequest(
-                f"the request has at least {needed} bytes with its rows, at most {limit} are taken"
-            )
-        permit.add_bytes(num_bytes)
-
     async def _frames(self, part: Part, items: Sequence[EncodedItem]) -> Sequence[bytes | memoryview]:
         """The message, with copies of the rows."""
         times_s = [clip_times_s(item) for item in items] if part.modality is Modality.VIDEO else []
@@ -306,26 +295,3 @@ async def all_of(*work: Coroutine[object, object, None]) -> None:
                 group.create_task(coroutine)
     except ExceptionGroup as failed:
         raise failed.exceptions[0] from None
-
-
-def peer_of(request: Request) -> str:
-    """The caller's IP address. Raises InvalidRequest if the connection has none."""
-    if request.client is None:
-        raise InvalidRequest("the connection has no address")
-    return request.client.host
-
-
-async def until_hang_up(request: Request, work: Awaitable[None]) -> None:
-    """Runs ``work``, and cancels it when the caller hangs up. Raises what it raises, and ClientDisconnect.
-    The body has been read, so the next message is the end of the connection."""
-    working = asyncio.ensure_future(work)
-    leaving = asyncio.ensure_future(request.receive())
-    try:
-        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise ClientDisconnect
-        working.result()
-    finally:
-        for task in (working, leaving):
-            task.cancel()
-        await asyncio.gather(working, leaving, return_exceptions=True)

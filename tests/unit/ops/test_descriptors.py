@@ -28,6 +28,16 @@ def test_p71_the_soft_limit_is_raised_to_the_hard_one(limits: str, expected: str
     assert ended.stdout.split() == [wanted if expected == "hard" else expected] * 2
 
 
+def test_p71_connections_of_http_count_too(tmp_path: Path) -> None:
+    given: dict[str, object] = {"model": tmp_path, "listen": "127.0.0.1:0", "broker_path": ""}
+    without, with_http = (
+        within_descriptors(parse_settings(**given, http_listen=address), 1024)
+        for address in ("", "127.0.0.1:0")
+    )
+    assert with_http.max_connections == int((1024 - 256) / 3.25)
+    assert without.max_connections == int((1024 - 256) / 2.25)
+
+
 def test_p71_connections_fit_into_the_descriptors(tmp_path: Path) -> None:
     def fitted(limit: int, **given: object) -> tuple[Settings, list[str]]:
         settings = parse_settings(model=tmp_path, listen="127.0.0.1:0,unix:/a", **given)

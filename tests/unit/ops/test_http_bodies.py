@@ -13,9 +13,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse
 from starlette.types import Receive, Scope, Send
 
-from encoder_service.admin.app import failure
 from encoder_service.errors import VisionEncoderError
 from encoder_service.ops import http_server
+from encoder_service.ops.http_requests import error_response, failure_fields
 from encoder_service.ops.http_server import HttpLimits, HttpServer, read_body
 from tests.unit.service.rig import until
 
@@ -34,7 +34,7 @@ async def app(scope: Scope, receive: Receive, send: Send) -> None:
             body = await read_body(Request(scope, receive))
             await PlainTextResponse(f"{len(body)} bytes")(scope, receive, send)
         except VisionEncoderError as error:
-            await failure(error)(scope, receive, send)
+            await error_response(failure_fields(error))(scope, receive, send)
 
 
 @pytest.fixture

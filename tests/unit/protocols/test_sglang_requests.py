@@ -14,12 +14,12 @@ import pytest
 from hypothesis import given
 
 from encoder_service.errors import InvalidDigest, InvalidRequest
+from encoder_service.ops.http_requests import json_object
 from encoder_service.protocols.sglang.requests import (
     MediaItem,
     error_body,
     inline_content,
     parse_encode,
-    parse_object,
     parse_receiver,
     url_message,
 )
@@ -65,11 +65,11 @@ def refusal(parse: Callable[..., object], *arguments: object) -> str:
     ids=lambda value: str(value)[:12],
 )
 def test_a_body_that_is_no_object(content: bytes, text: str) -> None:
-    assert text in refusal(parse_object, content)
+    assert text in refusal(json_object, content)
 
 
 def test_requests_are_parsed() -> None:
-    request = parse_encode(parse_object(json.dumps(ENCODE).encode()))
+    request = parse_encode(json_object(json.dumps(ENCODE).encode()))
     assert (request.part.req_id, request.part.num_parts, request.part.part_idx) == ("r", 3, 1)
     assert request.part.modality is Modality.IMAGE
     assert [item.url for item in request.mm_items] == [TEXT, TEXT]

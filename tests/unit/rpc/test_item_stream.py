@@ -14,7 +14,7 @@ from encoder_service.errors import DeadlineExceeded, UndecodableImage
 from encoder_service.pipeline import EncodeResult
 from encoder_service.rpc import convert, item_stream, response
 from encoder_service.rpc.delivery import Delivery, RowsRequest
-from encoder_service.rpc.item_stream import ItemStream
+from encoder_service.rpc.item_stream import EventWriter, ItemStream
 from encoder_service.rpc.observed import Call, observed
 from encoder_service.store.arena import PROBE_BYTES
 from encoder_service.store.embedding_store import EmbeddingStore
@@ -66,7 +66,8 @@ def stream_of(rig: Rig, context: SlowContext) -> ItemStream:
     found: Any = context
     delivery = Delivery(rig.pipeline, rig.metrics)
     call = Call("Encode", "id")
-    return ItemStream(rig.pipeline, delivery, found, call, requested=INLINE)
+    writer = EventWriter(found, rig.pipeline.clock)
+    return ItemStream(rig.pipeline, delivery, writer, call, requested=INLINE)
 
 
 async def test_chunks_of_an_item_follow_its_result_in_order(rig: Rig) -> None:

@@ -38,6 +38,7 @@ class Rig:
         store: EmbeddingStore | None = None,
         preprocessor: Preprocessor | None = None,
         tower: FakeTower | None = None,
+        admission: Admission | None = None,
         **options: Any,
     ) -> None:
         self.tower = tower or FakeTower()
@@ -58,7 +59,7 @@ class Rig:
         self.pipeline = Pipeline(
             model=ServedModel("fake", "fake", b"m" * 32, self.tower, self.preprocessor, Path("/m")),
             store=self.store,
-            admission=Admission(max_patches=1366, max_bytes=4096),
+            admission=admission or Admission(max_patches=1366, max_bytes=4096),
             engine=self.engine,
             workers=self.workers,
             metrics=self.metrics,

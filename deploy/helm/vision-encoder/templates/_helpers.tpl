@@ -107,6 +107,11 @@ switch, or that the pod sets by itself, fails the rendering. */}}
 {{- if .Values.choicesClaim }}
 {{- $_ := set $fixed "VE_CHOICES_DIR" (list "choicesClaim" "/var/cache/vision-encoder") }}
 {{- end }}
+{{- if .Values.http.enabled }}
+{{- $_ := set $fixed "VE_HTTP_LISTEN" (list "http" "0.0.0.0:8000") }}
+{{- else if .Values.settings.VE_HTTP_LISTEN }}
+{{- fail "settings.VE_HTTP_LISTEN is given, http.enabled sets it and opens its port" }}
+{{- end }}
 {{- if .Values.sglang.enabled }}
 {{- if not .Values.networkPolicy.enabled }}
 {{- fail "sglang.enabled needs networkPolicy.enabled: the protocol has no tokens" }}
@@ -155,7 +160,7 @@ switch, or that the pod sets by itself, fails the rendering. */}}
 {{- $gib := "1073741824" }}
 {{- $settings := .Values.settings }}
 {{- $queued := get $settings "VE_MAX_QUEUED_BYTES" | default (mul 2 $gib) | int64 }}
-{{- $numTimes := add 3 (ternary 1 0 .Values.sglang.enabled) (ternary 1 0 .Values.tokenspeed.enabled) }}
+{{- $numTimes := add 3 (ternary 1 0 .Values.http.enabled) (ternary 1 0 .Values.sglang.enabled) (ternary 1 0 .Values.tokenspeed.enabled) }}
 {{- $needed := add $gib
     (get $settings "VE_ARENA_BYTES" | default (mul 2 $gib) | int64)
     (mul $numTimes $queued)

@@ -1,0 +1,146 @@
+"""What the HTTP applications of the service share: from a request's bytes to records, and errors as answers.
+
+Pure, except for ``until_hang_up``. ``http_server`` bounds bodies, ``http_status`` owns the statuses.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import math
+import reprlib
+import urllib.parse
+from collections.abc import Awaitable, Mapping
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from encoder_service.errors import InvalidRequest, Unauthenticated, VisionEncoderError
+from encoder_service.ops.http_status import http_status
+
+Fields = TypeVar("Fields", bound=BaseModel)
+Result = TypeVar("Result")
+
+# Limit on the commas, lists and objects of a body, counted before it is parsed, because each becomes objects
+# many times its size. A data URI has one comma.
+MAX_JSON_MARKS = 65_536
+# Limit on the invalid fields that an error message names.
+MAX_NAMED_FIELDS = 4
+
+
+def json_object(data: bytes) -> Mapping[str, object]:
+    """The object of a request's body. Raises InvalidRequest."""
+    value = json_value(data)
+    if not isinstance(value, dict):
+        raise InvalidRequest(f"the body is a {type(value).__name__}, needed is an object")
+    return value
+
+
+def json_value(data: bytes) -> object:
+    """Raises InvalidRequest."""
+    num_marks = sum(map(data.count, (b",", b"[", b"{")))
+    if num_marks > MAX_JSON_MARKS:
+        raise InvalidRequest(
+            f"the body has {num_marks} commas and brackets, at most {MAX_JSON_MARKS} are taken"
+        )
+    try:
+        value: object = json.loads(data)
+    except (ValueError, RecursionError):
+        raise InvalidRequest(f"{len(data)} bytes are no JSON") from None
+    return value
+
+
+def validated(fields: type[Fields], body: Mapping[str, object]) -> Fields:
+    """Raises InvalidRequest, which names invalid fields with their values."""
+    try:
+        return fields.model_validate(body)
+    except ValidationError as error:
+        invalid = [_problem(entry) for entry in error.errors()[:MAX_NAMED_FIELDS]]
+        raise InvalidRequest("; ".join(invalid)) from None
+
+
+def _problem(entry: Mapping[str, Any]) -> str:
+    """One error of pydantic."""
+    field = ".".join(map(str, entry["loc"]))
+    if entry["type"] == "extra_forbidden":
+        return f"{field} is no field here"
+    return f"{field} is {reprlib.repr(entry['input'])}: {entry['msg']}"
+
+
+def is_data_uri(url: str) -> bool:
+    return url[:5].lower() == "data:"
+
+
+def data_uri_content(url: str) -> bytes:
+    """The bytes of a data URI in padded base64 without white space, whose media type is ignored. The content
+    may be percent-encoded (RFC 2397). Raises InvalidRequest."""
+    _, comma, content = url.partition(",")
+    text: str | bytes = content
+    try:
+        if not comma:
+            raise ValueError
+        if "%" in url:
+            text = urllib.parse.unquote_to_bytes(text)
+        return base64.b64decode(text, validate=True)
+    except ValueError:
+        raise InvalidRequest(
+            "the data URI cannot be decoded: use a data URI in base64, padded, without white space"
+        ) from None
+
+
+def is_foreign(scheme: str, headers: Headers) -> bool:
+    """Whether a browser states that a page of another origin sends this. Other clients send no origin.
+    scheme: of the request."""
+    origin = headers.get("origin")
+    return origin is not None and origin.lower() != f"{scheme}://{headers.get('host', '')}".lower()
+
+
+def peer_of(request: Request) -> str:
+    """The caller's IP address. Raises InvalidRequest if the connection has none."""
+    if request.client is None:
+        raise InvalidRequest("the connection has no address")
+    return request.client.host
+
+
+async def until_hang_up(request: Request, work: Awaitable[Result]) -> Result:
+    """The result of ``work``, which is cancelled when the caller hangs up. Raises what it raises, and
+    ClientDisconnect. The body has been read, so the next message is the end of the connection."""
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(request.receive())
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        return working.result()
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+def failure_fields(error: VisionEncoderError) -> dict[str, Any]:
+    """An error as answers state it. status: the HTTP status of its class."""
+    return {
+        "status": http_status(error),
+        "reason": error.reason,
+        "message": error.message,
+        "retryable": error.retryable,
+        "retry_after_ms": error.retry_after_ms,
+        "details": error.details,
+    }
+
+
+def error_response(failure: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> Response:
+    """The answer to a request that failed. failure: of ``failure_fields``. A retryable one says after how
+    many seconds."""
+    headers = dict(headers or {})
+    if failure["retryable"]:
+        headers["Retry-After"] = str(max(1, math.ceil(failure["retry_after_ms"] / 1e3)))
+    if failure["reason"] == Unauthenticated.reason:
+        headers["WWW-Authenticate"] = "Bearer"
+    text = json.dumps({"error": dict(failure)})  # in ASCII, because a message may repeat lone surrogates
+    return Response(text, failure["status"], headers, "application/json")

@@ -1,0 +1,172 @@
+"""Bodies of ``POST /v1/encode``: what is taken, and what is wrong with others."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from encoder_service.errors import InvalidDigest, InvalidInput, InvalidRequest, UnsupportedContent
+from encoder_service.http.requests import EncodeCall, RequestedItem, parse_call
+from encoder_service.types import EncodedFile, Modality, PreprocessOptions
+
+JSON, MULTIPART = "application/json", "multipart/form-data; boundary=b"
+DATA = b"\x00\r\n--the bytes\r\n of a file\r\n"
+OPTIONS = {"max_pixels": 5, "fps": 2}
+URL = "data:image/png;base64," + base64.b64encode(DATA).decode()
+
+
+def part(field: str, content: bytes, filename: str = "") -> bytes:
+    name = f'; filename="{filename}"' if filename else ""
+    head = f'--b\r\nContent-Disposition: form-data; name="{field}"{name}\r\n\r\n'
+    return head.encode() + content + b"\r\n"
+
+
+def form(*parts: bytes, end: bytes = b"--b--\r\n") -> EncodeCall:
+    return parse_call(MULTIPART, b"".join(parts) + end)
+
+
+def from_json(**body: object) -> EncodeCall:
+    return parse_call(JSON, json.dumps(body).encode())
+
+
+def refusal(function: Callable[[], object]) -> str:
+    with pytest.raises(InvalidRequest) as raised:
+        function()
+    return raised.value.message
+
+
+def test_files_of_a_form_are_items_in_their_order() -> None:
+    call = form(
+        part("image", DATA, "a.png"),
+        part("namespace", "täglich".encode()),
+        part("video", b"clip"),
+        part("model", b"m"),
+        part(
+            "items", b'[{"options": {"max_pixels": 5, "fps": 2}, "content_digest": "%s"}, {}]' % (b"ab" * 32)
+        ),
+    )
+    first, second = call.items
+    assert (call.namespace, call.model) == ("täglich", "m")
+    assert (first.modality, first.content, first.name) == (Modality.IMAGE, DATA, "a.png")
+    assert (second.modality, second.content, second.name) == (Modality.VIDEO, b"clip", "")
+    item = first.inline()
+    assert item.content == EncodedFile(DATA)
+    assert item.content_digest == b"\xab" * 32
+    assert item.options == PreprocessOptions(max_pixels=5, fps=2.0)
+    assert second.inline().content_digest is None
+
+
+def test_items_in_json() -> None:
+    call = from_json(
+        items=[
+            {"url": URL, "modality": "video", "options": {"min_frames": 2}},
+            {"url": "https://a.example/b.png"},
+            {"content_digest": "AB" * 32},
+        ],
+        namespace="n",
+    )
+    inline, url, digest = call.items
+    assert inline.inline().content == EncodedFile(DATA)
+    assert inline.inline().options.min_frames == 2
+    assert (url.is_inline, url.message().url) == (False, "https://a.example/b.png")
+    assert digest.message().WhichOneof("content") == "digest_only"
+    assert digest.message().content_digest == b"\xab" * 32
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "text"),
+    [
+        ({}, InvalidRequest, "neither a url nor a content_digest"),
+        ({"content": "ftp://a/b"}, UnsupportedContent, "none of data:, http:// and https://"),
+        ({"content": "http://ä/"}, InvalidRequest, "outside of ASCII"),
+        ({"content": DATA, "content_digest": "xy"}, InvalidDigest, "64 hexadecimal digits"),
+        ({"content": DATA, "content_digest": "ab"}, InvalidDigest, "32"),
+        ({"content": "data:image/png;base64,?"}, InvalidRequest, "cannot be decoded"),
+        ({"content": "data:"}, InvalidRequest, "cannot be decoded"),
+    ],
+)
+def test_what_is_wrong_with_one_item_is_that_item_s(
+    fields: Mapping[str, str], error: type[InvalidInput], text: str
+) -> None:
+    item = RequestedItem(Modality.IMAGE, **{"content": None, **fields})  # type: ignore[arg-type]
+    with pytest.raises(error, match=text):
+        item.inline() if item.is_inline else item.message()
+
+
+@pytest.mark.parametrize(
+    ("parts", "text"),
+    [
+        ([part("file", DATA)], "'file' is unknown; files are image or video"),
+        ([part("image", DATA), part("model", b"a"), part("model", b"b")], "'model' comes twice"),
+        ([part("image", DATA), part("model", b"\xff")], "model is no UTF-8"),
+        (
+            [part("image", DATA), part("items", b"[{}, {}]")],
+            "has 2 entries, needed is a list",
+        ),
+        ([part("image", DATA), part("items", b"{}")], "has a dict"),
+        ([part("image", DATA), part("items", b"[3]")], "is a int"),
+        ([part("image", DATA), part("items", b"[{")], "no JSON"),
+        ([part("image", DATA), part("items", b'[{"url": "data:,"}]')], "url is no field here"),
+        ([part("image", DATA)] * 257 + [part("model", b"")] * 3, "more than 259 parts"),
+        ([b"--b\r\nContent-Disposition: form-data\r\n\r\nx\r\n"], "'' is unknown"),
+        ([b"--b\r\nbad header\r\n\r\nx\r\n"], "cannot be parsed"),
+        ([b"--c\r\n\r\nx\r\n"], "cannot be parsed"),
+    ],
+)
+def test_a_form_that_is_no_call(parts: list[bytes], text: str) -> None:
+    assert text in refusal(lambda: form(*parts))
+
+
+def test_a_form_that_ends_early_is_refused() -> None:
+    """A body that a proxy has cut off has no half of an image."""
+    for end in (b"", b"--b", b"--b\r\n"):
+        whole = part("image", DATA) + end
+        assert "does not end with its boundary" in refusal(partial(parse_call, MULTIPART, whole))
+    assert "no boundary" in refusal(lambda: parse_call("multipart/form-data", b""))
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        ({}, "items"),
+        ({"items": []}, "at least 1"),
+        ({"items": [{}] * 257}, "at most 256"),
+        ({"items": [{"modality": "audio"}]}, "'image' or 'video'"),
+        ({"items": [{"options": {"max_pixel": 1}}]}, "items.0.options.max_pixel is no field here"),
+        ({"items": [{"options": {"max_pixels": -1}}]}, "greater than or equal to 0"),
+        ({"items": [{"options": {"max_patches": 1 << 32}}]}, "items.0.options.max_patches"),
+        ({"items": [{"options": {"fps": float("nan")}}]}, "finite"),
+        ({"items": [{}], "namespace": "\ud800"}, "namespace"),
+        ({"items": [{}], "\ud800": "a"}, "unicode string"),
+        ({"items": [{}], "namspace": "a"}, "namspace is no field here"),
+    ],
+)
+def test_json_that_is_no_call(body: Mapping[str, object], text: str) -> None:
+    assert text in refusal(lambda: from_json(**body))
+
+
+@pytest.mark.parametrize("kind", ["", "text/plain", "application/jsonx", "image/png"])
+def test_other_types_are_refused(kind: str) -> None:
+    assert "taken are application/json and multipart/form-data" in refusal(lambda: parse_call(kind, DATA))
+
+
+@given(st.binary(max_size=400), st.sampled_from([MULTIPART, JSON]))
+def test_any_bytes_are_a_call_or_an_invalid_request(data: bytes, kind: str) -> None:
+    for body in (data, b"--b\r\n" + data, part("image", data) + data + b"\r\n--b--\r\n"):
+        try:
+            call = parse_call(kind, body)
+        except InvalidRequest:
+            continue
+        assert all(isinstance(item.content, bytes) for item in call.items)
+
+
+@given(st.binary(max_size=400).filter(lambda data: b"\r\n--b" not in data))
+def test_a_file_arrives_as_it_was_sent(data: bytes) -> None:
+    (item,) = form(part("image", data)).items
+    assert item.content == data
