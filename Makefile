@@ -27,7 +27,7 @@ CHECKPOINT := build/checkpoints/qwen3_vl-small
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup test test-all test-long test-engines test-engines-all test-sglang test-sglang-all test-tokenspeed test-fleet test-gpu lint format docs-settings proto proto-check engine-pins bench bench-transport bench-serve bench-fleet demo serve fleet clean
+.PHONY: help setup test test-all test-long test-engines test-engines-all test-sglang test-sglang-all test-tokenspeed test-fleet test-gpu lint format docs docs-settings proto proto-check engine-pins bench bench-transport bench-serve bench-fleet demo serve fleet clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -106,12 +106,14 @@ test-gpu: ## Run the GPU tests, and kernels, parity and integration on cuda:0 (P
 	    tests/gpu tests/parity tests/integration tests/unit/kernels tests/unit/towers || status=$$?; \
 	exit $$status
 
-lint: $(STAMP) proto-check ## Ruff, mypy, budgets, import direction, generated code up to date
+lint: $(STAMP) proto-check ## Ruff, mypy, budgets, import direction, generated code and documents
 	$(BIN)/python -m ruff check
 	$(BIN)/python -m ruff format --check
 	$(BIN)/python -m mypy
 	$(BIN)/python tests/budgets.py
 	PYTHONPATH=.:proto $(BIN)/python docs/settings.py --check
+	$(BIN)/python tests/documents.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 	PYTHONPATH=.:proto $(BIN)/lint-imports
 	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
 	$(BIN)/check-jsonschema --builtin-schema vendor.github-issue-forms .github/ISSUE_TEMPLATE/bug.yml .github/ISSUE_TEMPLATE/feature.yml
@@ -121,6 +123,9 @@ lint: $(STAMP) proto-check ## Ruff, mypy, budgets, import direction, generated c
 format: $(STAMP) ## Reformat the code, and mend what ruff can mend
 	$(BIN)/python -m ruff check --fix
 	$(BIN)/python -m ruff format
+
+docs: $(STAMP) ## Build the documents as a site in build/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 docs-settings: $(STAMP) ## Write docs/settings.md from the settings
 	PYTHONPATH=.:proto $(BIN)/python docs/settings.py

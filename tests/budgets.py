@@ -15,7 +15,7 @@ sizes = {
     "their lines": (sum(len(inspect.getsource(module).splitlines()) for module in adapter), 3750),
     "settings": (len(Settings.model_fields), 63),
     "metrics": (len({re.sub("_total$", "", name) for name in re.findall(r'"(ve_[a-z0-9_]+)"', service)}), 61),
-    "lines of README.md": (len(Path("README.md").read_text().splitlines()), 131),
+    "lines of README.md": (len(Path("README.md").read_text().splitlines()), 150),
 }
 if above := [f"{what}: {size}, at most {limit}" for what, (size, limit) in sizes.items() if size > limit]:
     sys.exit("\n".join(above))

@@ -1,7 +1,8 @@
-"""Commands and examples of the README work as printed; links of the documents lead somewhere."""
+"""Commands and examples of the README work as printed."""
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shlex
@@ -110,7 +111,8 @@ def test_the_python_examples(running: tuple[Path, str, str]) -> None:
     folder, target, _ = running
     ask, engine = (block.replace(ADDRESS, target) for block in blocks("python"))
     assert "228" in run([sys.executable, "-c", ask], folder)
-    assert run([sys.executable, "-c", engine + "\nprint(len(tokens[0]))"], folder).split()[-1] == "8"
+    (tokens,) = ast.literal_eval(run([sys.executable, "-c", engine], folder))
+    assert len(tokens) == 8
 
 
 @pytest.mark.extended
@@ -121,12 +123,6 @@ def test_the_demo_runs(tmp_path: Path) -> None:
         [sys.executable, "-m", "bench.demo", "--size", "tiny", "--out", str(tmp_path)], ROOT
     )
     assert (tmp_path / "rows.png").stat().st_size > 10_000
-
-
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_links_lead_somewhere(document: Path) -> None:
-    for target in re.findall(r"\]\(([^)#\s]+)", document.read_text()):
-        assert "://" in target or (document.parent / target).exists(), target
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)

@@ -1,4 +1,4 @@
-"""The examples against a service, each as its first lines say. tests/engines and tests/sglang run those of engines."""
+"""The examples against a service, as their first lines say. Those of engines run in the engines' tests."""
 
 from __future__ import annotations
 
