@@ -112,6 +112,7 @@ DISTRIBUTION_OF = {
     "opentelemetry": "opentelemetry-api",
     "pydantic": "pydantic-settings",
     "python_multipart": "python-multipart",
+    "yaml": "pyyaml",
     "pydantic_settings": "pydantic-settings",
     "cuda": "cuda-bindings",
     "fa3_fwd_interface": "fa3-fwd",

@@ -40,6 +40,7 @@ def test_p71_connections_of_http_count_too(tmp_path: Path) -> None:
 
 def test_p71_connections_fit_into_the_descriptors(tmp_path: Path) -> None:
     def fitted(limit: int, **given: object) -> tuple[Settings, list[str]]:
+        given = {"broker_path": "", **given}
         settings = parse_settings(model=tmp_path, listen="127.0.0.1:0,unix:/a", **given)
         with capture_logs() as logs:
             found = within_descriptors(settings, limit)
