@@ -68,6 +68,10 @@ def fake(encoder: Encoder) -> Iterator[FakeEncoder]:
         yield running
 
 
+def num_errors(stack: Stack, words: str) -> int:
+    return sum(words in line and "ERROR" in line for line in stack.vllm.log.splitlines())
+
+
 class TestFaults:
     """One made-up encoder that misbehaves for some images and serves others."""
 
@@ -142,7 +146,8 @@ class TestFaults:
             if words[0] == "MODEL_MISMATCH":
                 refused(ask(stack, image), 502, *words)
                 refused(ask_clip(stack, clip(random.getrandbits(32))), 502, *words)
-                assert sum(words[1] in line and "ERROR" in line for line in stack.vllm.log.splitlines()) == 1
+                wait_until(lambda: num_errors(stack, words[1]), "the line of the log")  # noqa: B023
+                assert num_errors(stack, words[1]) == 1
 
 
 def test_p32_an_encoder_that_is_away_fails_in_seconds(
