@@ -1,4 +1,4 @@
-"""SGLang's multimodal processor, fed by the service, for every family.
+"""SGLang's multimodal processor, fed by the service, for every family; other vision models are refused.
 
 Replaces decoding and the reference processor in SGLang's tokenizer process. Owns the answer to a client whose
 image has no rows. Computes the grid from the size in the file's header, by the reference's rule; the grid of
