@@ -83,7 +83,10 @@ def test_classes_have_the_names_that_vllm_looks_for(architecture: str) -> None:
 @pytest.mark.parametrize(
     ("changed", "text"),
     [
-        ({"architecture": "LlamaForCausalLM"}, "a LlamaForCausalLM, image rows are for Qwen3VLForConditional"),
+        (
+            {"architecture": "LlamaForCausalLM"},
+            "LlamaForCausalLM, image rows are for Qwen3VL",
+        ),
         ({"is_marked": False}, "hook"),
         ({"runner": "pooling"}, "pooling"),
         ({"num_nodes": 2}, "several nodes"),

@@ -159,7 +159,7 @@ class FileProcessor(BaseMultimodalProcessor):  # type: ignore[misc]
 
 
 class RefusingProcessor(BaseMultimodalProcessor):  # type: ignore[misc]
-    """In place of SGLang's processor of every other model: with it SGLang would run the model's own tower, and
+    """Replaces SGLang's processor of every other model, by which SGLang would run that model's own tower and
     ask no encoder."""
 
     models = tuple(
