@@ -118,7 +118,7 @@ def test_a_model_that_is_not_served_does_not_start_with_its_own_tower(tmp_path: 
             write_near_checkpoint(tmp_path / "model"),
             tmp_path,
             LANGUAGE_MODEL,
-            FORKED | plugin_variables("127.0.0.1:1"),
+            plugin_variables("127.0.0.1:1"),
         ),
     ):
         pass

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import sglang
@@ -158,19 +158,26 @@ class FileProcessor(BaseMultimodalProcessor):  # type: ignore[misc]
         )
 
 
+class _OtherModels:
+    """SGLang's models that have another processor. Looked up at each iteration, because SGLang also imports
+    this module before it registers its processors."""
+
+    def __iter__(self) -> Iterator[type]:
+        served = {model.__name__ for model in SERVED}
+        return iter([model for model in PROCESSOR_MAPPING if model.__name__ not in served])
+
+
 class RefusingProcessor(BaseMultimodalProcessor):  # type: ignore[misc]
     """Replaces SGLang's processor of every other model, by which SGLang would run that model's own tower and
     ask no encoder."""
 
-    models = tuple(
-        model for model in PROCESSOR_MAPPING if model.__name__ not in {kind.__name__ for kind in SERVED}
-    )
+    models = _OtherModels()
 
     @start_of(Settings.ENGINE, logger)
     def __init__(self, hf_config: Any, *_args: Any, **_kwargs: Any) -> None:
         raise InvalidRequest(
             f"the model is a {' or '.join(hf_config.architectures)}, image rows are for "
-            f"{', '.join(kind.__name__ for kind in SERVED)}: serve it without this plugin ("
+            f"{', '.join(model.__name__ for model in SERVED)}: serve it without this plugin ("
             f"{' and '.join(LOADERS)} unset)"
         )
 
