@@ -56,12 +56,14 @@ class Family:
     """A model family whose tower can be loaded.
 
     model_types: the values of config.json's model_type; mixture-of-experts models have the tower of dense
-    ones. parse: reads the sizes from config.json; raises UnsupportedCheckpoint. build: a tower of these sizes
-    whose parameters have no meaningful values yet.
+    ones. models: the names under which checkpoints of these types are published. parse: reads the sizes from
+    config.json; raises UnsupportedCheckpoint. build: a tower of these sizes whose parameters have no
+    meaningful values yet.
     """
 
     name: str
     model_types: tuple[str, ...]
+    models: str
     parse: Callable[[JsonReader], VisionConfig]
     build: Callable[[Any], Tower]
 

@@ -233,4 +233,4 @@ def half_split_qk(tensor: torch.Tensor, num_heads: int) -> torch.Tensor:
     return torch.cat([permute_pairs(q, num_heads), permute_pairs(k, num_heads), v])
 
 
-FAMILY = Family(KIMI_K25, ("kimi_k25",), parse_sizes, MoonViTTower)
+FAMILY = Family(KIMI_K25, ("kimi_k25",), "Kimi-K2.5, Kimi-K2.6, Kimi-K2.7-Code", parse_sizes, MoonViTTower)

@@ -1,4 +1,4 @@
-"""The tower of Qwen3-VL and, without deepstack, of Qwen3.5.
+"""The tower of Qwen3-VL and, without deepstack, of Qwen3.5 and the models of its architecture.
 
 Owns the order of the parts, the sizes in config.json and the names of the tensors. Patches arrive in merge
 order, in which each block of merge^2 neighbours is adjacent, so that mergers need no gather. Attention stays
@@ -164,12 +164,14 @@ FAMILIES = (
     Family(
         QWEN3_VL,
         ("qwen3_vl", "qwen3_vl_moe"),
+        "Qwen3-VL",
         partial(parse_sizes, has_deepstack=True),
         partial(Qwen3VLTower, family=QWEN3_VL),
     ),
     Family(
         QWEN3_5,
         ("qwen3_5", "qwen3_5_moe"),
+        "Qwen3.5, Qwen3.6, Qwen3.8-27B",
         partial(parse_sizes, has_deepstack=False),
         partial(Qwen3VLTower, family=QWEN3_5),
     ),

@@ -19,9 +19,10 @@ from encoder_service.towers.checkpoint import Fingerprint, check_initialised, re
 from encoder_service.towers.config import Family, VisionConfig, check_heads
 from encoder_service.towers.tower import Tower
 
+_ALL_FAMILIES = (*qwen3_vl.FAMILIES, moonvit.FAMILY)
 # By config.json's model_type.
 FAMILIES: Mapping[str, Family] = {
-    model_type: family for family in (*qwen3_vl.FAMILIES, moonvit.FAMILY) for model_type in family.model_types
+    model_type: family for family in _ALL_FAMILIES for model_type in family.model_types
 }
 TOWER_DTYPES = (torch.float32, torch.bfloat16)
 
@@ -43,8 +44,9 @@ def parse_config(values: Mapping[str, object]) -> tuple[Family, VisionConfig]:
     model_type = values.get("model_type")
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if family is None:
+        served = ", ".join(f"{', '.join(kind.model_types)} ({kind.models})" for kind in _ALL_FAMILIES)
         raise UnsupportedCheckpoint(
-            f"config.json has model_type {model_type!r}, needs one of {', '.join(FAMILIES)}",
+            f"config.json has model_type {model_type!r}, needs one of {served}",
             found=model_type,
             needed=", ".join(FAMILIES),
         )

@@ -14,6 +14,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from bench.harness.processes import START_S
+from bench.harness.vllm import VllmServer
+from bench.harness.waiting import wait_until
 from lm_adapter.engines.shared.agreement import Agreement
 from lm_adapter.engines.shared.geometry import Geometry
 from lm_adapter.engines.vllm import models
@@ -21,6 +24,7 @@ from lm_adapter.engines.vllm.models import ARCHITECTURES, check_model
 from lm_adapter.engines.vllm.settings import CONNECTOR, MODULE, Settings, mark
 from lm_adapter.engines.vllm.worker.without_tower import TOWER_PREFIXES
 from lm_adapter.errors import InvalidRequest
+from tests.engines.near_model import ARCHITECTURE, write_near_checkpoint
 from tests.unit.lm_adapter.connector_rig import engine_config
 
 # Importing vLLM warns of what is deprecated in torch.
@@ -79,7 +83,10 @@ def test_classes_have_the_names_that_vllm_looks_for(architecture: str) -> None:
 @pytest.mark.parametrize(
     ("changed", "text"),
     [
-        ({"architecture": "LlamaForCausalLM"}, "LlamaForCausalLM"),
+        (
+            {"architecture": "LlamaForCausalLM"},
+            "LlamaForCausalLM, image rows are for Qwen3VL",
+        ),
         ({"is_marked": False}, "hook"),
         ({"runner": "pooling"}, "pooling"),
         ({"num_nodes": 2}, "several nodes"),
@@ -286,3 +293,18 @@ def test_lora_adapters_load_without_their_part_of_the_tower(tmp_path: Path) -> N
     refusing.lora_config = SimpleNamespace(enable_tower_connector_lora=True)
     with pytest.raises(InvalidRequest, match="enable_tower_connector_lora"):
         check_model(refusing)
+
+
+def test_a_model_that_is_not_served_does_not_start(tmp_path: Path) -> None:
+    checkpoint = write_near_checkpoint(tmp_path / "model")
+    vllm = VllmServer(checkpoint, "float32", {"target": "127.0.0.1:1"}, tmp_path)
+    try:
+        wait_until(lambda: not vllm.is_running, "the end of the start", START_S)
+        assert (
+            f"vLLM does not start: the model is a {ARCHITECTURE}, image rows are for "
+            "Qwen3VLForConditionalGeneration, Qwen3VLMoeForConditionalGeneration, "
+            "Qwen3_5ForConditionalGeneration, Qwen3_5MoeForConditionalGeneration, "
+            "KimiK25ForConditionalGeneration"
+        ) in vllm.log
+    finally:
+        vllm.stop()

@@ -23,6 +23,7 @@ from bench.harness.sglang import (
 from bench.harness.waiting import wait_until
 from tests.engines.agreement import agree
 from tests.engines.faults import new_picture
+from tests.engines.near_model import ARCHITECTURE, write_near_checkpoint
 from tests.sglang.leaving import ONE
 
 pytestmark = pytest.mark.timeout(900)
@@ -108,3 +109,22 @@ def test_a_start_beside_an_encoder_of_another_dtype_says_which_option_to_change(
         pass
     log = (tmp_path / "sglang.log").read_text()
     assert log.count(sentence.format(encoder.target)) == 1
+
+
+def test_a_model_that_is_not_served_does_not_start_with_its_own_tower(tmp_path: Path) -> None:
+    with (
+        pytest.raises(AssertionError, match="SGLang ended"),
+        Sglang(
+            write_near_checkpoint(tmp_path / "model"),
+            tmp_path,
+            LANGUAGE_MODEL,
+            plugin_variables("127.0.0.1:1"),
+        ),
+    ):
+        pass
+    sentence = (
+        f"SGLang does not start: the model is a {ARCHITECTURE}, image rows are for "
+        "Qwen3VLForConditionalGeneration, Qwen3VLMoeForConditionalGeneration, "
+        "Qwen3_5ForConditionalGeneration, Qwen3_5MoeForConditionalGeneration, KimiK25ForConditionalGeneration"
+    )
+    assert (tmp_path / "sglang.log").read_text().count(sentence) == 1

@@ -1,4 +1,4 @@
-"""SGLang's multimodal processor, fed by the service, for every family.
+"""SGLang's multimodal processor, fed by the service, for every family; other vision models are refused.
 
 Replaces decoding and the reference processor in SGLang's tokenizer process. Owns the answer to a client whose
 image has no rows. Computes the grid from the size in the file's header, by the reference's rule; the grid of
@@ -10,13 +10,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import sglang
 import torch
 from fastapi import HTTPException
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.managers.multimodal_processor import PROCESSOR_MAPPING
 from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem, MultimodalProcessorOutput
 from sglang.srt.models.kimi_k25 import KimiK25ForConditionalGeneration
 from sglang.srt.models.qwen3_5 import Qwen3_5ForConditionalGeneration, Qwen3_5MoeForConditionalGeneration
@@ -30,7 +31,7 @@ from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
 from lm_adapter.engines.sglang.prompt import ImagePrompt, with_placeholders
 from lm_adapter.engines.sglang.rows import RowReader
-from lm_adapter.engines.sglang.settings import Settings, check_loaded, read_settings
+from lm_adapter.engines.sglang.settings import LOADERS, Settings, check_loaded, read_settings
 from lm_adapter.engines.shared.checkpoint import VisionInterface, vision_interface
 from lm_adapter.engines.shared.error_text import message_of, status_of
 from lm_adapter.engines.shared.first_contact import start_of
@@ -46,16 +47,19 @@ SGLANG_VERSION = "0.5.23"
 FROM_ENCODER = "image rows come from the encoder"
 
 
+SERVED = (
+    Qwen3VLForConditionalGeneration,
+    Qwen3VLMoeForConditionalGeneration,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeForConditionalGeneration,
+    KimiK25ForConditionalGeneration,
+)
+
+
 class FileProcessor(BaseMultimodalProcessor):  # type: ignore[misc]
     """SGLang creates one in its tokenizer process, for a model of ``models``."""
 
-    models = (
-        Qwen3VLForConditionalGeneration,
-        Qwen3VLMoeForConditionalGeneration,
-        Qwen3_5ForConditionalGeneration,
-        Qwen3_5MoeForConditionalGeneration,
-        KimiK25ForConditionalGeneration,
-    )
+    models = SERVED
     generates_input_ids_from_raw_prompt = True
 
     @start_of(Settings.ENGINE, logger)
@@ -152,6 +156,33 @@ class FileProcessor(BaseMultimodalProcessor):  # type: ignore[misc]
             mrope_positions=None if positions is None else torch.from_numpy(positions.prompt),
             mrope_position_delta=None if positions is None else torch.tensor([[positions.delta]]),
         )
+
+
+class _OtherModels:
+    """SGLang's models that have another processor. Looked up at each iteration, because SGLang also imports
+    this module before it registers its processors."""
+
+    def __iter__(self) -> Iterator[type]:
+        served = {model.__name__ for model in SERVED}
+        return iter([model for model in PROCESSOR_MAPPING if model.__name__ not in served])
+
+
+class RefusingProcessor(BaseMultimodalProcessor):  # type: ignore[misc]
+    """Replaces SGLang's processor of every other model, by which SGLang would run that model's own tower and
+    ask no encoder."""
+
+    models = _OtherModels()
+
+    @start_of(Settings.ENGINE, logger)
+    def __init__(self, hf_config: Any, *_args: Any, **_kwargs: Any) -> None:
+        raise InvalidRequest(
+            f"the model is a {' or '.join(hf_config.architectures)}, image rows are for "
+            f"{', '.join(model.__name__ for model in SERVED)}: serve it without this plugin ("
+            f"{' and '.join(LOADERS)} unset)"
+        )
+
+    async def process_mm_data_async(self, *_args: Any, **_kwargs: Any) -> MultimodalProcessorOutput:
+        raise NotImplementedError
 
 
 def _rejection(request_obj: Any, error: EncoderError) -> Exception:
