@@ -79,6 +79,10 @@ class Encoder(Restartable):
         """Images and clips whose rows were sent by gRPC, since its start."""
         return self._total('deliveries_total{transport="inline"}')
 
+    def num_failed(self) -> int:
+        """Failures of items and calls, since its start."""
+        return self._total(r"item_failures_total{.*}") + self._total(r"call_failures_total{.*}")
+
     def _total(self, pattern: str) -> int:
         text = httpx.get(f"http://{self._admin}/metrics", timeout=10).text
         values = re.findall(rf"^ve_{pattern} (.*)$", text, re.MULTILINE)

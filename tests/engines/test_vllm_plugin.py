@@ -55,6 +55,7 @@ def config(
     return SimpleNamespace(
         ec_transfer_config=transfer,
         compilation_config=SimpleNamespace(cudagraph_mm_encoder=False),
+        kv_transfer_config=None,
         lora_config=None,
         parallel_config=SimpleNamespace(nnodes_within_dp=num_nodes, distributed_executor_backend=backend),
         model_config=SimpleNamespace(
