@@ -30,7 +30,7 @@ CHECKPOINT := build/checkpoints/qwen3_vl-small
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup test test-all test-long test-engines test-engines-all test-engines-next test-sglang test-sglang-all test-tokenspeed test-fleet test-gpu lint format docs docs-settings proto proto-check engine-pins bench bench-transport bench-serve bench-fleet demo serve fleet clean
+.PHONY: help setup setup-engines test test-all test-long test-engines test-engines-all test-engines-next test-sglang test-sglang-all test-tokenspeed test-fleet test-gpu lint format docs docs-settings proto proto-check engine-pins bench bench-transport bench-serve bench-fleet demo serve fleet clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -102,6 +102,8 @@ $(TOKENSPEED_STAMP): pyproject.toml deploy/install_tokenspeed.py deploy/install_
 
 test-tokenspeed: $(TOKENSPEED_STAMP) ## Run SMG's gateway and TokenSpeed's receiver on the CPU with rows from the service
 	OMP_NUM_THREADS=1 $(TOKENSPEED_VENV)/bin/python -m pytest --durations=5 tests/tokenspeed
+
+setup-engines: $(ENGINES_STAMP) $(ENGINES_NEXT_STAMP) $(SGLANG_STAMP) $(TOKENSPEED_STAMP) ## Create the environments of the engines' tests
 
 # A fleet takes both cores: one file at a time.
 test-fleet: $(STAMP) ## Run encoders behind a real Envoy through kills, scaling, stalls and restarts (four minutes)

@@ -27,6 +27,8 @@ VLLM_ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_NO_USAGE_STATS": "1",
+    # It has paths that empty its caches.
+    "VLLM_SERVER_DEV_MODE": "1",
     "VLLM_WORKER_MULTIPROC_METHOD": "fork",
 }
 
