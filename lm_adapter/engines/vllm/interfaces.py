@@ -187,8 +187,8 @@ def _difference(module: str, entry: str, *, is_exact: bool) -> str:
     path, bracket, rest = entry.partition("(")
     try:
         found: Any = importlib.import_module(module)
-    except ImportError as error:
-        return f"its module {module} is missing ({error})"
+    except Exception as error:  # whatever a version's modules do when they are imported
+        return f"its module {module} cannot be imported ({type(error).__name__}: {error})"
     for name in path.split("."):
         if not hasattr(found, name) and name in getattr(found, "__dataclass_fields__", ()):
             return ""  # a field without a default, which only instances have
@@ -200,7 +200,7 @@ def _difference(module: str, entry: str, *, is_exact: bool) -> str:
     parameters = inspect.signature(found).parameters
     names = [name for name in parameters if name != "self"]
     expected = [name for name in rest.rstrip(")").split(", ") if name]
-    takes_any = any(found.kind is found.VAR_KEYWORD for found in parameters.values())
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     if names == expected if is_exact else takes_any or set(expected) <= set(names):
         return ""
     return f"{module}.{path} takes ({', '.join(names)}), where it was ({', '.join(expected)})"

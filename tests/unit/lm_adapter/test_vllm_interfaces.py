@@ -101,7 +101,7 @@ def take_less(vllm: ModuleType) -> None:
     ("change", "text"),
     [
         (remove, "its vllm.multimodal.media has no MediaConnector.load_from_url_async"),
-        (remove_module, "its module vllm.v1.core.encoder_cache_manager is missing"),
+        (remove_module, "its module vllm.v1.core.encoder_cache_manager cannot be imported"),
         (
             give_more,
             "vllm.entrypoints.generate.base.serving.GenerateBaseServing._raise_if_error takes "
