@@ -184,6 +184,8 @@ def test_p32_rows_that_an_encoders_restart_lost_are_encoded_again(
     again.append(of_response(ask_clip(stack, moving).json()))
     assert encoder.num_asked() > num_asked
     assert [answer["tokens"] for answer in again] == [answer["tokens"] for answer in first]
+    # A key that the encoder lacks is an answer.
+    assert encoder.num_failed() == 0
 
 
 def test_p32_p43_an_encoder_that_stands_still_holds_requests_for_timeout_s(
