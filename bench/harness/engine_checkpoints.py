@@ -1,4 +1,4 @@
-"""The project's synthetic checkpoints as vLLM 0.32 takes them, whole or without the tower."""
+"""The project's synthetic checkpoints as vLLM takes them, whole or without the tower."""
 
 from __future__ import annotations
 

@@ -27,6 +27,8 @@ VLLM_ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_NO_USAGE_STATS": "1",
+    # It has paths that empty its caches.
+    "VLLM_SERVER_DEV_MODE": "1",
     "VLLM_WORKER_MULTIPROC_METHOD": "fork",
 }
 
@@ -78,6 +80,10 @@ class Encoder(Restartable):
     def num_inline(self) -> int:
         """Images and clips whose rows were sent by gRPC, since its start."""
         return self._total('deliveries_total{transport="inline"}')
+
+    def num_failed(self) -> int:
+        """Failures of items and calls, since its start."""
+        return self._total(r"item_failures_total{.*}") + self._total(r"call_failures_total{.*}")
 
     def _total(self, pattern: str) -> int:
         text = httpx.get(f"http://{self._admin}/metrics", timeout=10).text

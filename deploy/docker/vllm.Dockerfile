@@ -2,7 +2,7 @@
 #   docker build -f deploy/docker/vllm.Dockerfile -t vision-encoder:0.2.0-vllm .
 # Every command of vllm/vllm-openai works; docs/vllm.md has the arguments that name the encoder.
 
-FROM vllm/vllm-openai:v0.32.0
+FROM vllm/vllm-openai:v0.33.0
 WORKDIR /src
 COPY pyproject.toml README.md LICENSE ./
 COPY encoder_service encoder_service

@@ -35,4 +35,12 @@ def test_targets_that_are_called_exist(caller: Path) -> None:
 def test_a_change_runs_what_a_developer_runs() -> None:
     """CI leaves out only what needs a GPU, or takes hours."""
     of_changes = called(ROOT / ".github" / "workflows" / "ci.yml")
-    assert {"lint", "test", "test-engines", "test-sglang", "test-tokenspeed", "test-fleet"} <= of_changes
+    assert {
+        "lint",
+        "test",
+        "test-engines",
+        "test-engines-next",
+        "test-sglang",
+        "test-tokenspeed",
+        "test-fleet",
+    } <= of_changes

@@ -44,6 +44,8 @@ pytestmark = [
 ]
 ONE = Case("one image", (0, "What is in the picture?"))
 ONE_CLIP = Case("one clip", (Clip(0), "What happens?"))
+# vLLM's prefix cache has nothing of its image.
+OTHER_TEXT = Case("text first", ("Look at this:", 0))
 NUM_PICTURES = 8
 
 
@@ -173,14 +175,22 @@ def test_p32_an_encoder_that_is_away_fails_in_seconds(
 def test_p32_rows_that_an_encoders_restart_lost_are_encoded_again(
     stack: Stack, encoder: Encoder, meanwhile: TextRequests
 ) -> None:
-    """vLLM's caches of images and of KV know the picture and the clip, the encoder does not."""
+    """The picture and the clip were sent before, but neither the encoder nor vLLM has their rows."""
     image, _ = new_picture()
     moving = clip(random.getrandbits(32))
     first = [of_response(response.json()) for response in (ask(stack, image), ask_clip(stack, moving))]
+    for cache in "encoder", "prefix":
+        assert httpx.post(f"{stack.vllm.url}/reset_{cache}_cache", timeout=60).status_code == 200
     encoder.kill()
     encoder.start()
-    again = [of_response(response.json()) for response in (ask(stack, image), ask_clip(stack, moving))]
+    again = [of_response(ask(stack, image).json())]
+    num_asked = encoder.num_asked()
+    assert num_asked > 0
+    again.append(of_response(ask_clip(stack, moving).json()))
+    assert encoder.num_asked() > num_asked
     assert [answer["tokens"] for answer in again] == [answer["tokens"] for answer in first]
+    # A key that the encoder lacks is an answer.
+    assert encoder.num_failed() == 0
 
 
 def test_p32_p43_an_encoder_that_stands_still_holds_requests_for_timeout_s(
@@ -234,16 +244,20 @@ def test_p21_p32_an_encoder_killed_under_load_and_a_broker_that_does_not_come_ba
 
 
 def test_p32_images_that_vllm_holds_need_no_encoder(stack: Stack, encoder: Encoder) -> None:
-    """Its prefix cache does not have them after another text, its cache of encoder outputs has."""
+    """Its prefix cache does not have them after another text, its cache of encoder outputs has. An encoder
+    that has started meanwhile is not asked for them either."""
     image = new_picture()[0]
-    other = Case("text first", ("Look at this:", 0))
     assert ask(stack, image).status_code == 200
     encoder.stop()
     try:
-        assert stack.chat(with_pixels(other, [image])).status_code == 200
+        assert stack.chat(with_pixels(OTHER_TEXT, [image])).status_code == 200
         refused(ask(stack, new_picture()[0]), 503, "UNAVAILABLE")
     finally:
         encoder.start()
+    before = encoder.num_asked()
+    for text in "What is on the left?", "And on the right?":
+        assert stack.chat(with_pixels(Case("text first", (text, 0)), [image])).status_code == 200
+    assert encoder.num_asked() == before
 
 
 def test_p33_what_cannot_be_decoded_is_the_clients_fault(stack: Stack, meanwhile: TextRequests) -> None:

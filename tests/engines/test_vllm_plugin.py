@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -14,16 +17,18 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from bench.harness.processes import START_S
-from bench.harness.vllm import VllmServer
+from bench.harness.processes import START_S, environment
+from bench.harness.vllm import VLLM_ENVIRONMENT, VllmServer
 from bench.harness.waiting import wait_until
 from lm_adapter.engines.shared.agreement import Agreement
 from lm_adapter.engines.shared.geometry import Geometry
+from lm_adapter.engines.shared.images import ImageFile
 from lm_adapter.engines.vllm import models
+from lm_adapter.engines.vllm.interfaces import first_difference
 from lm_adapter.engines.vllm.models import ARCHITECTURES, check_model
 from lm_adapter.engines.vllm.settings import CONNECTOR, MODULE, Settings, mark
 from lm_adapter.engines.vllm.worker.without_tower import TOWER_PREFIXES
-from lm_adapter.errors import InvalidRequest
+from lm_adapter.errors import InvalidRequest, ItemFailed
 from tests.engines.near_model import ARCHITECTURE, write_near_checkpoint
 from tests.unit.lm_adapter.connector_rig import engine_config
 
@@ -59,6 +64,7 @@ def config(
     return SimpleNamespace(
         ec_transfer_config=transfer,
         compilation_config=SimpleNamespace(cudagraph_mm_encoder=False),
+        kv_transfer_config=None,
         lora_config=None,
         parallel_config=SimpleNamespace(nnodes_within_dp=num_nodes, distributed_executor_backend=backend),
         model_config=SimpleNamespace(
@@ -99,12 +105,111 @@ def test_what_cannot_work_is_refused(changed: dict[str, Any], text: str) -> None
         check_model(config(**changed))
 
 
-def test_another_version_of_vllm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    import vllm
+def test_this_vllm_has_what_the_plugin_uses() -> None:
+    assert first_difference() == ""
 
-    monkeypatch.setattr(vllm, "__version__", "0.34.1")
-    with pytest.raises(InvalidRequest, match=r"vLLM is 0\.34\.1, this connector is for 0\.32\.x"):
-        check_model(config())
+
+AS_A_NEWER_VLLM = """
+import vllm
+vllm.__version__ = "0.99.1"
+{change}
+from vllm.plugins import load_general_plugins
+load_general_plugins()
+from vllm import ModelRegistry
+print(ModelRegistry.models["Qwen3VLForConditionalGeneration"].module_name)
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "registered", "log"),
+    [
+        ("", models.__name__, "0.32 and 0.33. It has all that the plugin uses"),
+        (
+            "from vllm.multimodal.media import MediaConnector as c; del c.load_from_url",
+            "vllm.model_executor.models.qwen3_vl",
+            "vllm.multimodal.media has no MediaConnector.load_from_url:",
+        ),
+    ],
+)
+def test_a_newer_vllm_runs_with_the_plugin_unless_it_lacks_something(
+    change: str, registered: str, log: str
+) -> None:
+    """In a process of its own: vLLM loads plugins before most of its modules."""
+    code = AS_A_NEWER_VLLM.format(change=change)
+    ended = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment(**VLLM_ENVIRONMENT), capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert ended.stdout.splitlines()[-1:] == [registered], ended.stderr
+    assert log in ended.stdout + ended.stderr
+
+
+class Encoder:
+    """Counts what is sent to it, at once, in place of the thread of the API server's calls."""
+
+    def __init__(self, *, is_away: bool = False) -> None:
+        self.is_away = is_away
+        self.sent: list[bytes] = []
+        self.completed: list[object] = []
+        self.num_pending = 0
+
+    async def prefetch(self, items: list[Any], **_: Any) -> list[Any]:
+        self.sent += [item.digest for item in items]
+        return [ItemFailed("it is full") if self.is_away else None]
+
+    def submit(self, handle: object, call: Any) -> None:
+        asyncio.run(call(self, 1.0))
+
+
+def api_server(monkeypatch: pytest.MonkeyPatch, encoder: Encoder, **changes: Any) -> Any:
+    from lm_adapter.engines.vllm.api_server import server
+
+    found = config()
+    found.kv_transfer_config = changes.get("kv_transfer_config")
+    found.ec_transfer_config.ec_connector_extra_config |= changes.get("settings", {})
+    monkeypatch.setattr(server.EncoderThreads, "get", lambda *_: encoder)
+    return server.ApiServer(found)
+
+
+def test_an_image_is_sent_once_unless_the_encoder_refused_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that vLLM's own cache holds are not encoded again by an encoder that has restarted."""
+    encoder = Encoder(is_away=True)
+    server = api_server(monkeypatch, encoder)
+    first, second = (ImageFile(b"", 8, 8, digest=bytes([number])) for number in (1, 2))
+    assert server.prefetch(first)
+    encoder.is_away = False
+    assert all(server.prefetch(image) for image in (first, first, second, first, second))
+    assert encoder.sent == [first.digest, first.digest, second.digest]
+
+
+@pytest.mark.parametrize(
+    ("changes", "announces"),
+    [
+        ({}, True),
+        ({"kv_transfer_config": SimpleNamespace(kv_role="kv_producer")}, True),
+        ({"kv_transfer_config": SimpleNamespace(kv_role="kv_both")}, True),
+        ({"kv_transfer_config": SimpleNamespace(kv_role="kv_consumer")}, False),
+        ({"kv_transfer_config": SimpleNamespace(kv_role="kv_both"), "settings": {"announces": False}}, False),
+    ],
+)
+def test_an_instance_whose_kv_comes_from_another_announces_no_image(
+    changes: dict[str, Any], announces: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoder = Encoder()
+    server = api_server(monkeypatch, encoder, **changes)
+    assert server.prefetch(ImageFile(b"", 8, 8, digest=b"1")) is announces
+    assert len(encoder.sent) == announces
+
+
+def test_only_the_latest_images_are_remembered_as_sent() -> None:
+    from lm_adapter.engines.vllm.api_server.server import Announced
+
+    announced = Announced(2)
+    for digest in (b"1", b"2"):
+        announced.add(digest)
+    assert announced.has(b"1")
+    announced.add(b"3")
+    assert [announced.has(digest) for digest in (b"1", b"2", b"3")] == [True, False, True]
 
 
 def test_a_plugin_that_was_left_out_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -168,10 +168,11 @@ class EncoderThread:
     def _note(self, outcome: Any) -> None:
         """Logs the beginning and the end of a disagreement; the failures of single images are not logged
         here."""
-        if isinstance(outcome, DISAGREEMENTS):
+        if isinstance(outcome, EncoderError):
+            # A rank's report states only the reason.
+            if outcome.reason not in {kind.default_reason for kind in DISAGREEMENTS}:
+                return
             disagreement = outcome.message
-        elif isinstance(outcome, EncoderError):
-            return
         else:
             disagreement = ""
         if self._logger is not None and disagreement != self._disagreement:

@@ -1,4 +1,4 @@
-"""vLLM 0.32 without its vision tower: a plugin, fed by the service.
+"""vLLM without its vision tower: a plugin, fed by the service.
 
 Owns the names that users and vLLM's entry points state: the connector class for ``ec_connector_module_path``,
 and ``register``. Both import the rest on demand. ``docs/vllm.md`` has the command line. An image or a clip
@@ -13,6 +13,7 @@ passes the modules in this order:
 
 Each folder runs in one kind of vLLM process. The modules beside them run in several:
 
+- ``interfaces``   the versions of vLLM, and what the plugin touches in it
 - ``models``       the classes that vLLM registers, and the configurations that are refused
 - ``connector``    the methods by which vLLM calls scheduler and workers
 - ``file_items``   an image or a clip in a request, from the API server to the scheduler

@@ -1,4 +1,4 @@
-"""The methods of the vLLM 0.32 connector, which ``lm_adapter.engines.vllm`` joins with vLLM's base class.
+"""The methods of the connector, which ``lm_adapter.engines.vllm`` joins with vLLM's base class.
 
 Owns which part answers each method: ``scheduler.tracker`` in the scheduler, ``worker.ranks`` in each worker.
 A step carries only the names of the rows that it computes with.

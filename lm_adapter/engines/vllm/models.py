@@ -12,6 +12,7 @@ import importlib
 import logging
 from typing import Any
 
+from lm_adapter.engines.vllm.interfaces import refusal
 from lm_adapter.engines.vllm.settings import is_marked
 from lm_adapter.engines.vllm.vllm_types import VllmConfig
 from lm_adapter.engines.vllm.worker.without_tower import without_tower
@@ -19,7 +20,6 @@ from lm_adapter.errors import InvalidRequest
 
 logger = logging.getLogger("vllm.vision_encoder")
 
-VLLM_SERIES = "0.32."
 ARCHITECTURES = {
     "Qwen3VLForConditionalGeneration": "qwen3_vl",
     "Qwen3VLMoeForConditionalGeneration": "qwen3_vl_moe",
@@ -30,19 +30,14 @@ ARCHITECTURES = {
 """Architecture -> the module of vLLM's class. The class here has the architecture's name."""
 
 
-def supported(version: str) -> bool:
-    """Whether the plugin was written for this version of vLLM."""
-    return version.startswith(VLLM_SERIES)
-
-
 def register() -> None:
-    """Called in each of vLLM's processes. With another version of vLLM nothing is registered, and the
-    connector refuses to start."""
+    """Called in each of vLLM's processes. With a vLLM that ``interfaces`` refuses nothing is registered, and
+    the connector refuses to start."""
     import vllm
     from vllm import ModelRegistry
 
-    if not supported(vllm.__version__):
-        logger.warning("vLLM is %s, this plugin is for %sx: not registered", vllm.__version__, VLLM_SERIES)
+    if reason := refusal(vllm.__version__):
+        logger.warning("%s. Nothing is registered", reason)
         return
     from lm_adapter.engines.vllm.api_server.media import register_media
     from lm_adapter.engines.vllm.api_server.server import hook_config
@@ -61,8 +56,8 @@ def check_model(vllm_config: VllmConfig) -> None:
     import vllm
 
     architecture = vllm_config.model_config.architecture
-    if not supported(vllm.__version__):
-        raise InvalidRequest(f"vLLM is {vllm.__version__}, this connector is for {VLLM_SERIES}x")
+    if reason := refusal(vllm.__version__):
+        raise InvalidRequest(reason)
     if architecture not in ARCHITECTURES:
         raise InvalidRequest(f"the model is a {architecture}, image rows are for {', '.join(ARCHITECTURES)}")
     model = vllm.ModelRegistry.models.get(architecture)
@@ -77,7 +72,7 @@ def check_model(vllm_config: VllmConfig) -> None:
             f"the configuration hook of {architecture} was not called: another plugin has its place"
         )
     if vllm_config.model_config.runner_type == "pooling":
-        # vLLM 0.32 ends the whole server when a pooling request fails in its scheduler.
+        # vLLM ends the whole server when a pooling request fails in its scheduler.
         raise InvalidRequest("the runner is pooling, this connector is for generate")
     if vllm_config.parallel_config.nnodes_within_dp > 1:
         raise InvalidRequest("the ranks are on several nodes, this connector is for one")

@@ -53,9 +53,12 @@ def given_sizes(options: Mapping[str, Any]) -> dict[str, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(settings.Settings):
-    """max_resident_bytes: limit on the bytes of rows that wait for vLLM's forward pass, on each GPU."""
+    """max_resident_bytes: limit on the bytes of rows that wait for vLLM's forward pass, on each GPU.
+    announces: whether an image's file is sent when it arrives, before anybody knows if its rows are needed.
+    An instance that only consumes KV never does."""
 
     ENGINE: ClassVar[str] = "vLLM"
     SOURCE: ClassVar[str] = "ec_connector_extra_config"
 
     max_resident_bytes: int = 1 << 30
+    announces: bool = True

@@ -62,6 +62,7 @@ class VllmConfig(Protocol):
     device_config: Any
     ec_manager_config: CacheManagerConfig
     ec_transfer_config: TransferConfig | None
+    kv_transfer_config: Any
     lora_config: Any
     max_concurrent_batches: int
     model_config: ModelConfig

@@ -1,6 +1,6 @@
 """vLLM's parser and processor of Kimi-K2.5 for undecoded files, as ``parser`` and ``processor`` for Qwen.
 
-vLLM calls Kimi's media ``vision_chunk``: dictionaries with an image each. Clips are refused: vLLM 0.32 has no
+vLLM calls Kimi's media ``vision_chunk``: dictionaries with an image each. Clips are refused: vLLM has no
 code that cuts them into chunks.
 """
 

@@ -52,10 +52,12 @@ class ImageFileIO(ImageMediaIO):  # type: ignore[misc]
 class ClipFileIO(MediaIO[Any]):  # type: ignore[misc]
     """In place of vLLM's decoder: the file as it is. A sequence of JPEG files is decoded by vLLM."""
 
-    def __init__(self, sizes: Mapping[str, int], sampling: Mapping[str, Any]) -> None:
-        """sizes: ``ApiServer.clip_sizes``. sampling: ``media_io_kwargs`` of clips."""
+    def __init__(self, sizes: Mapping[str, int], sampling: Mapping[str, Any], decoded_budget: Any) -> None:
+        """sizes: ``ApiServer.clip_sizes``. sampling: ``media_io_kwargs`` of clips. decoded_budget: vLLM's, of
+        the request, for what vLLM decodes; None before vLLM 0.33."""
         self._sizes = sizes
         self._sampling = sampling
+        self._decoded_budget = decoded_budget
 
     def load_bytes(self, data: bytes) -> ClipFile:
         """Raises ValueError for options that the encoder does not have."""
@@ -68,7 +70,8 @@ class ClipFileIO(MediaIO[Any]):  # type: ignore[misc]
 
     def load_base64(self, media_type: str, data: str) -> Any:
         if media_type.lower() == "video/jpeg":
-            return VideoMediaIO(ImageMediaIO(), **self._sampling).load_base64(media_type, data)
+            frames = ImageMediaIO(decoded_budget=self._decoded_budget)
+            return VideoMediaIO(frames, **self._sampling).load_base64(media_type, data)
         return self.load_bytes(pybase64.b64decode(data, validate=True))
 
     def load_file(self, filepath: Path) -> ClipFile:
@@ -78,7 +81,7 @@ class ClipFileIO(MediaIO[Any]):  # type: ignore[misc]
 class FileMediaConnector(MediaConnector):  # type: ignore[misc]
     """vLLM's connector, with this module's readers."""
 
-    def _image_io(self) -> MediaIO[Any]:
+    def _image_file_io(self) -> MediaIO[Any]:
         options = self.media_io_kwargs.get("image", {})
         if options not in ({}, {"image_mode": "RGB"}):
             raise ValueError(
@@ -87,11 +90,13 @@ class FileMediaConnector(MediaConnector):  # type: ignore[misc]
         return ImageFileIO()
 
     def fetch_image(self, image_url: str, **_: Any) -> Any:
-        return self.load_from_url(image_url, self._image_io(), fetch_timeout=envs.VLLM_IMAGE_FETCH_TIMEOUT)
+        return self.load_from_url(
+            image_url, self._image_file_io(), fetch_timeout=envs.VLLM_IMAGE_FETCH_TIMEOUT
+        )
 
     async def fetch_image_async(self, image_url: str, **_: Any) -> Any:
         return await self.load_from_url_async(
-            image_url, self._image_io(), fetch_timeout=envs.VLLM_IMAGE_FETCH_TIMEOUT
+            image_url, self._image_file_io(), fetch_timeout=envs.VLLM_IMAGE_FETCH_TIMEOUT
         )
 
     def _server_for_clips(self) -> ApiServer:
@@ -103,7 +108,8 @@ class FileMediaConnector(MediaConnector):  # type: ignore[misc]
 
     def _clip_io(self, server: ApiServer) -> ClipFileIO:
         assert server.clip_sizes is not None
-        return ClipFileIO(server.clip_sizes, self.media_io_kwargs.get("video", {}))
+        budget = getattr(self, "decoded_budget", None)
+        return ClipFileIO(server.clip_sizes, self.media_io_kwargs.get("video", {}), budget)
 
     def fetch_video(self, video_url: str, **_: Any) -> Any:
         server = self._server_for_clips()

@@ -30,7 +30,7 @@ from lm_adapter.engines.vllm.api_server.contact import check_early
 from lm_adapter.engines.vllm.failures import vllm_error
 from lm_adapter.engines.vllm.settings import Settings, given_sizes, has_connector, mark
 from lm_adapter.engines.vllm.vllm_types import ModelConfig, VllmConfig
-from lm_adapter.errors import EncoderError, InvalidRequest
+from lm_adapter.errors import EncoderError, InvalidRequest, ItemFailed
 from lm_adapter.items import ImageItem
 
 logger = logging.getLogger("vllm.vision_encoder")
@@ -42,7 +42,37 @@ MAX_PREFETCHES = 256
 VLLMS_OWN = {"do_normalize", "do_rescale"}
 """Options that vLLM sets for towers that normalise by themselves."""
 WITHOUT_CLIPS = {"KimiK25ForConditionalGeneration"}
-"""vLLM 0.32 looks for ``split_video_chunks`` in their processors, which none of them has."""
+"""vLLM looks for ``split_video_chunks`` in their processors, which none of them has."""
+
+
+MAX_ANNOUNCED = 1 << 16
+"""Number of images that are remembered as announced."""
+
+
+class Announced:
+    """The digests of the images that the encoder has accepted last. Such an image is not sent again: vLLM's
+    own cache or the encoder most likely has its rows. Where neither does, the scheduler sends the file.
+    Thread-safe."""
+
+    def __init__(self, max_images: int = MAX_ANNOUNCED) -> None:
+        self._max_images = max_images
+        self._digests: dict[bytes, None] = {}
+        self._lock = threading.Lock()
+
+    def add(self, digest: bytes) -> None:
+        with self._lock:
+            self._digests.pop(digest, None)
+            self._digests[digest] = None
+            if len(self._digests) > self._max_images:
+                del self._digests[next(iter(self._digests))]
+
+    def has(self, digest: bytes) -> bool:
+        """The image counts as the latest."""
+        with self._lock:
+            if digest not in self._digests:
+                return False
+            self._digests[digest] = self._digests.pop(digest)
+            return True
 
 
 class EncoderThreads:
@@ -75,20 +105,25 @@ class ApiServer:
         model_config, transfer = vllm_config.model_config, vllm_config.ec_transfer_config
         assert transfer is not None, "``has_connector`` holds"
         options = model_config.get_multimodal_config().mm_processor_kwargs or {}
-        self.agreement = Agreement(
-            Settings.read(transfer.ec_connector_extra_config), Geometry.of_model(model_config)
-        )
+        settings = Settings.read(transfer.ec_connector_extra_config)
+        self.agreement = Agreement(settings, Geometry.of_model(model_config))
         self._max_tokens = model_config.max_model_len
+        # The KV of an image's tokens comes from another instance, as a rule.
+        only_consumes_kv = getattr(vllm_config.kv_transfer_config, "kv_role", None) == "kv_consumer"
         # With other options each image has another key, which only the processor knows.
-        self._announces_images = not set(options) - VLLMS_OWN
+        has_default_keys = not set(options) - VLLMS_OWN
+        self._announces_images = has_default_keys and settings.announces and not only_consumes_kv
+        self._announced = Announced()
         takes_clips = model_config.architecture not in WITHOUT_CLIPS
         self.clip_sizes: Mapping[str, int] | None = _clip_sizes(options) if takes_clips else None
 
     def prefetch(self, image: ImageFile) -> bool:
-        """Sends the file, and returns whether it does. Fire and forget: the scheduler's own call reports
-        failures."""
+        """Sends the file, unless it was sent before, and returns whether the encoder gets it or got it. Fire
+        and forget: the scheduler's own call reports failures."""
         if not self._announces_images:
             return False
+        if self._announced.has(image.digest):
+            return True
         thread = self._threads.get(self.agreement)
         thread.completed.clear()
         if thread.num_pending >= MAX_PREFETCHES:
@@ -97,7 +132,9 @@ class ApiServer:
 
         async def call(client: AsyncVisionEncoderClient, left_s: float) -> None:
             with contextlib.suppress(Exception):
-                await client.prefetch([item], timeout_s=left_s)
+                (status,) = await client.prefetch([item], timeout_s=left_s)
+                if not isinstance(status, ItemFailed):
+                    self._announced.add(image.digest)
 
         thread.submit(object(), call)
         return True

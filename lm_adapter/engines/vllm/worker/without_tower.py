@@ -1,6 +1,6 @@
 """A model class of vLLM without its vision tower.
 
-Owns what vLLM 0.32 does not do for an engine whose rows come from elsewhere: it leaves the tower out, keeps
+Owns what vLLM does not do for an engine whose rows come from elsewhere: it leaves the tower out, keeps
 deepstack on, and measures memory with rows of zeros. Without this plugin's connector the class is its parent.
 """
 

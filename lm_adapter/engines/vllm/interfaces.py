@@ -1,0 +1,206 @@
+"""What the plugin touches in vLLM, and which versions of vLLM it takes.
+
+Owns the tested versions and the tables of vLLM's interfaces. A tested version is taken as it is. A newer one
+is compared with the tables: it is taken with a warning, or refused with the first difference. The comparison
+imports all that it names, which would delay the start of a tested version for nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import logging
+import multiprocessing
+import re
+from collections.abc import Mapping
+from typing import Any
+
+logger = logging.getLogger("vllm.vision_encoder")
+
+TESTED = (0, 32), (0, 33)
+"""Series of vLLM for which the tests run, oldest first."""
+MODELS = "vllm.model_executor.models"
+
+CALLED: Mapping[str, tuple[str, ...]] = {
+    "vllm": ("ModelRegistry.models", "ModelRegistry.register_model(model_arch, model_cls)"),
+    "vllm.config": (
+        *(
+            f"VllmConfig.{name}"
+            for name in (
+                *("compilation_config", "device_config", "ec_manager_config", "ec_transfer_config"),
+                *("lora_config", "max_concurrent_batches", "model_config", "num_prefill_lookahead_tokens"),
+                *("parallel_config", "scheduler_config", "kv_transfer_config"),
+            )
+        ),
+        *("ModelConfig.architecture", "ModelConfig.get_multimodal_config", "ModelConfig.max_model_len"),
+        "SchedulerConfig.max_num_batched_tokens",
+        *("MultiModalConfig.mm_processor_cache_type", "MultiModalConfig.mm_processor_kwargs"),
+        "MultiModalConfig.is_multimodal_pruning_enabled",
+        "CompilationConfig.cudagraph_mm_encoder",
+        "ParallelConfig.data_parallel_index",
+        "ParallelConfig.data_parallel_size",
+        "ParallelConfig.distributed_executor_backend",
+        "ParallelConfig.nnodes_within_dp",
+        "ParallelConfig.prefill_context_parallel_size",
+        "ParallelConfig.tensor_parallel_size",
+        "ECTransferConfig.ec_connector",
+        "ECTransferConfig.ec_connector_extra_config",
+        "ECTransferConfig.ec_connector_module_path",
+        *("ECTransferConfig.ec_role", "ECTransferConfig.engine_id", "ECTransferConfig.is_ec_producer"),
+        "KVTransferConfig.kv_role",
+    ),
+    "vllm.config.ec_manager_config": (
+        *("EncoderCacheManagerConfig.encoder_cache_manager_cls", "EncoderCacheManagerConfig.manager_config"),
+    ),
+    "vllm.distributed.ec_transfer.ec_connector.base": ("ECConnectorBase.bind_connector_metadata",),
+    "vllm.distributed.parallel_state": ("get_pp_group()",),
+    "vllm.envs": (
+        *("VLLM_IMAGE_FETCH_TIMEOUT", "VLLM_MAX_IMAGE_PIXELS", "VLLM_MEDIA_CONNECTOR"),
+        "VLLM_VIDEO_FETCH_TIMEOUT",
+    ),
+    "vllm.exceptions": ("GenerationError", "RetryableRequestError", "VLLMValidationError"),
+    f"{MODELS}.config": ("MODELS_CONFIG_MAP",),
+    f"{MODELS}.kimi_k25": (
+        *("KimiK25ForConditionalGeneration", "KimiK25ProcessingInfo", "MaxImageTokenMeta"),
+    ),
+    f"{MODELS}.qwen3_5": (
+        *("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"),
+        *("Qwen3_5ProcessingInfo", "Qwen3_5MoeProcessingInfo"),
+    ),
+    f"{MODELS}.qwen3_vl": (
+        "Qwen3VLForConditionalGeneration",
+        "Qwen3VLProcessingInfo._get_vision_info"
+        "(image_width, image_height, image_processor, mm_kwargs, modality)",
+        "Qwen3VLProcessingInfo._merge_and_resolve_mm_processor_kwargs(mm_kwargs)",
+    ),
+    f"{MODELS}.qwen3_vl_moe": ("Qwen3VLMoeForConditionalGeneration", "Qwen3VLMoeProcessingInfo"),
+    "vllm.multimodal": ("MULTIMODAL_REGISTRY.register_processor(processor, info, dummy_inputs)",),
+    "vllm.multimodal.inputs": ("MultiModalFieldConfig.batched(modality, keep_on_cpu)",),
+    "vllm.multimodal.media": (
+        "MEDIA_CONNECTOR_REGISTRY.register(name)",
+        "MediaConnector.load_from_url(url, media_io, fetch_timeout)",
+        "MediaConnector.load_from_url_async(url, media_io, fetch_timeout)",
+        "MediaWithBytes(media, original_bytes)",
+    ),
+    "vllm.multimodal.media.image": ("ImageMediaIO",),
+    "vllm.multimodal.media.video": ("VideoMediaIO(image_io)", "VideoMediaIO.load_base64(media_type, data)"),
+    "vllm.multimodal.parse": (
+        *("ImageProcessorItems", "MultiModalDataItems", "ProcessorBatchItems", "VideoProcessorItems"),
+    ),
+    "vllm.multimodal.processing": ("PromptReplacement(modality, target, replacement)",),
+    "vllm.multimodal.video": ("Qwen3VLVideoBackend._MAX_FPS", "Qwen3VLVideoBackend._MAX_FRAMES"),
+    "vllm.platforms": ("current_platform",),
+    "vllm.v1.core.encoder_cache_manager": ("EncoderCacheManager(cache_size)",),
+    "vllm.v1.core.sched.output": (
+        *("SchedulerOutput.free_encoder_mm_hashes", "SchedulerOutput.num_scheduled_tokens"),
+        *("SchedulerOutput.scheduled_encoder_inputs", "SchedulerOutput.total_num_scheduled_tokens"),
+    ),
+    "vllm.v1.request": ("RequestStatus.RUNNING", "RequestStatus.WAITING_FOR_REMOTE_KVS"),
+}
+"""Module -> what the plugin calls or reads there. It passes the parameters in brackets; there may be more."""
+
+OVERRIDDEN: Mapping[str, tuple[str, ...]] = {
+    "vllm.distributed.ec_transfer.ec_connector.base": (
+        "ECConnectorBase(vllm_config, role)",
+        "ECConnectorBase.build_connector_meta(scheduler_output)",
+        "ECConnectorBase.ensure_cache_available(request, num_computed_tokens)",
+        "ECConnectorBase.has_cache_item(identifier)",
+        "ECConnectorBase.request_finished(request)",
+        "ECConnectorBase.save_caches(encoder_cache, mm_hash, kwargs)",
+        "ECConnectorBase.shutdown()",
+        "ECConnectorBase.start_load_caches(encoder_cache, kwargs)",
+        "ECConnectorBase.start_worker_services()",
+        "ECConnectorBase.take_unavailable_requests()",
+        "ECConnectorBase.update_state_after_alloc(request, index)",
+        "ECConnectorBase.update_state_after_free(request, index)",
+    ),
+    "vllm.entrypoints.generate.base.serving": (
+        "GenerateBaseServing._raise_if_error(finish_reason, request_id)",
+    ),
+    f"{MODELS}.kimi_k25": (
+        "KimiK25DummyInputsBuilder.get_dummy_mm_items()",
+        "KimiK25MultiModalProcessor._apply_hf_processor_main(mm_items, hf_kwargs)",
+        "KimiK25MultiModalProcessor._get_mm_fields_config(hf_inputs, hf_processor_mm_kwargs)",
+        "KimiK25MultiModalProcessor._get_prompt_updates(mm_items, hf_processor_mm_kwargs, out_mm_kwargs)",
+        "KimiK25ProcessingInfo.get_data_parser()",
+    ),
+    f"{MODELS}.qwen3_vl": (
+        "Qwen3VLDummyInputsBuilder._get_dummy_images(width, height, num_images, overrides)",
+        "Qwen3VLDummyInputsBuilder._get_dummy_videos(width, height, num_frames, num_videos, overrides)",
+        "Qwen3VLForConditionalGeneration.embed_multimodal(kwargs)",
+        "Qwen3VLMultiModalDataParser._parse_image_data(data)",
+        "Qwen3VLMultiModalDataParser._parse_video_data(data)",
+        "Qwen3VLMultiModalProcessor._apply_hf_processor_main(mm_items, hf_kwargs)",
+        "Qwen3VLMultiModalProcessor._get_mm_fields_config(hf_inputs, hf_processor_mm_kwargs)",
+        "Qwen3VLProcessingInfo.get_data_parser()",
+    ),
+    "vllm.multimodal.media": (
+        "MediaIO.load_base64(media_type, data)",
+        "MediaIO.load_bytes(data)",
+        "MediaIO.load_file(filepath)",
+    ),
+    "vllm.multimodal.parse": (
+        "MultiModalDataParser._parse_vision_chunk_data(data)",
+        "ProcessorBatchItems.get_item_for_hash(index)",
+    ),
+    "vllm.v1.core.encoder_cache_manager": ("EncoderCacheManager.create_manager(cache_size, vllm_config)",),
+}
+"""Module -> methods that the plugin replaces, which vLLM calls. They have exactly these parameters."""
+
+
+def series(version: str) -> tuple[int, int] | None:
+    """The first two numbers of a version, None for a build without a version."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return (int(found[1]), int(found[2])) if found else None
+
+
+@functools.cache
+def refusal(version: str) -> str:
+    """Why the plugin cannot run with the installed vLLM, whose version this is; empty if it can."""
+    found, names = series(version), " and ".join(f"{major}.{minor}" for major, minor in TESTED)
+    if found in TESTED:
+        return ""
+    tested = f"vLLM is {version}, this plugin was tested with {names}"
+    if found is not None and found < TESTED[0]:
+        return f"{tested}: install one of these"
+    if difference := first_difference():
+        return f"{tested}, and {difference}: install one of these, or a newer release of this plugin"
+    if multiprocessing.parent_process() is None:
+        # vLLM's other processes would repeat it.
+        logger.warning("%s. It has all that the plugin uses, so the plugin runs", tested)
+    return ""
+
+
+def first_difference() -> str:
+    """The first interface of the tables that vLLM lacks or has with other parameters; empty if there is
+    none."""
+    for table, is_exact in ((CALLED, False), (OVERRIDDEN, True)):
+        for module, entries in table.items():
+            for entry in entries:
+                if difference := _difference(module, entry, is_exact=is_exact):
+                    return difference
+    return ""
+
+
+def _difference(module: str, entry: str, *, is_exact: bool) -> str:
+    path, bracket, rest = entry.partition("(")
+    try:
+        found: Any = importlib.import_module(module)
+    except Exception as error:  # whatever a version's modules do when they are imported
+        return f"its module {module} cannot be imported ({type(error).__name__}: {error})"
+    for name in path.split("."):
+        if not hasattr(found, name) and name in getattr(found, "__dataclass_fields__", ()):
+            return ""  # a field without a default, which only instances have
+        if not hasattr(found, name):
+            return f"its {module} has no {path}"
+        found = getattr(found, name)
+    if not bracket:
+        return ""
+    parameters = inspect.signature(found).parameters
+    names = [name for name in parameters if name != "self"]
+    expected = [name for name in rest.rstrip(")").split(", ") if name]
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    if names == expected if is_exact else takes_any or set(expected) <= set(names):
+        return ""
+    return f"{module}.{path} takes ({', '.join(names)}), where it was ({', '.join(expected)})"
