@@ -343,7 +343,7 @@ class Settings(BaseSettings):
     # -- broker ----------------------------------------------------------------------------------------
     broker_path: str = Field(
         AUTO,
-        description="Unix socket that hands out shared memory, an absolute path; auto: PORT.sock in "
+        description="Unix socket that hands out shared memory, an absolute path; auto: PORT.sock, or HOST-PORT.sock for one address of several, in "
         "$XDG_RUNTIME_DIR/vision-encoder, or in vision-encoder-UID of the temporary folder; empty: rows are "
         "sent inline.",
     )
@@ -488,7 +488,7 @@ def parse_settings(*, config: object = None, **given: object) -> Settings:
     problems = [
         f"{text} is no setting{nearest(text, variables)}"
         for text in sorted(os.environ)
-        if text.startswith(ENV_PREFIX) and text not in variables
+        if text.upper().startswith(ENV_PREFIX) and text not in variables
     ]
     file = str(config or os.environ.get(variable_of("config"), ""))
     in_file = read_file(file) if file else {}
@@ -497,8 +497,16 @@ def parse_settings(*, config: object = None, **given: object) -> Settings:
         for key in in_file
         if key not in Settings.model_fields
     ]
-    used = {name: value for name, value in in_file.items() if name in Settings.model_fields}
-    used = {name: value for name, value in used.items() if value is not None and name not in sources}
+    problems += [
+        f"{file}: {key} has no value: write '' for none, or leave the line out"
+        for key, value in in_file.items()
+        if value is None
+    ]
+    used = {
+        name: value
+        for name, value in in_file.items()
+        if name in Settings.model_fields and name not in sources
+    }
     sources |= {name: f"{file}: {name}" for name in used}
     used |= {name: value for name, value in given.items() if value is not None}
     try:
@@ -511,11 +519,12 @@ def parse_settings(*, config: object = None, **given: object) -> Settings:
 
 
 def read_file(file: str) -> dict[str, object]:
-    """The settings of a YAML file, by name. Raises ConfigurationError."""
+    """The settings of a YAML file, by name; None for a line without a value. Raises ConfigurationError."""
     import yaml  # only here, since a start without a file does not need it
 
     try:
-        values = yaml.safe_load(Path(file).read_bytes())
+        text = Path(file).read_bytes()
+        values, root = yaml.safe_load(text), yaml.compose(text, yaml.SafeLoader)
     except OSError as error:
         raise ConfigurationError(f"--config {file} cannot be read: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -526,6 +535,9 @@ def read_file(file: str) -> dict[str, object]:
         raise ConfigurationError(
             f"--config {file} holds a {type(values).__name__}, needs lines of name: value"
         )
+    keys = [] if root is None else [str(key.value).replace("-", "_") for key, _ in root.value]
+    if repeated := {key for key in keys if keys.count(key) > 1}:
+        raise ConfigurationError(f"--config {file} has several lines of {', '.join(sorted(repeated))}")
     return {str(key).replace("-", "_"): value for key, value in (values or {}).items()}
 
 
@@ -539,7 +551,8 @@ def variable_of(name: str) -> str:
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """The known name that was probably meant, as the end of a sentence."""
-    close = difflib.get_close_matches(name, list(known), 1)
+    known = list(known)
+    close = [name.upper()] if name.upper() in known else difflib.get_close_matches(name, known, 1)
     return f", did you mean {close[0]}?" if close else ""
 
 

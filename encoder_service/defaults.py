@@ -24,6 +24,8 @@ from encoder_service.errors import ConfigurationError
 
 log = structlog.get_logger(__name__)
 
+# Addresses of which a host has one at a port.
+ANY_HOST = ("127.0.0.1", "localhost", "0.0.0.0", "[::1]", "[::]")  # noqa: S104
 DRIVER_FILE = Path("/dev/nvidiactl")
 
 
@@ -113,10 +115,13 @@ def with_broker_path(settings: Settings, listen: Sequence[str]) -> Settings:
 def default_path(listen: Sequence[str]) -> str:
     """Of the broker's socket: in a folder of this user and named after the port; without one beside the unix
     socket. Raises ConfigurationError, OSError."""
-    ports = [address.rpartition(":")[2] for address in listen if not address.startswith("unix:")]
-    if not ports:
+    bound = [address.rpartition(":") for address in listen if not address.startswith("unix:")]
+    if not bound:
         return f"{os.path.abspath(listen[0].removeprefix('unix:'))}.broker"
-    return str(socket_folder() / f"{ports[0]}.sock")
+    host, _, port = bound[0]
+    # Services at one port of several addresses have sockets of their own.
+    name = port if host in ANY_HOST else f"{host.strip('[]').replace(':', '_')}-{port}"
+    return str(socket_folder() / f"{name}.sock")
 
 
 def socket_folder() -> Path:

@@ -1,13 +1,15 @@
 #!/usr/bin/env bash
 # SGLang without its tower, beside an encoder on one GPU, and one question about a picture.
-#   examples/sglang.sh [MODEL]    needs vision-encoder and sglang on PATH; ends both with Ctrl-C
+#   VISION_ENCODER=encoder/bin/vision-encoder examples/sglang.sh [MODEL]
+# VISION_ENCODER is the command of the environment that has the service. Ctrl-C ends both.
 set -euo pipefail
 MODEL=${1:-Qwen/Qwen3-VL-8B-Instruct} ENCODER_PORT=${ENCODER_PORT:-50051} PORT=${PORT:-30000}
+VISION_ENCODER=${VISION_ENCODER:-vision-encoder}
 PICTURE=${PICTURE:-$(dirname "$0")/../tests/data/photos/coffee.jpg}
 trap 'kill $(jobs -p) 2>/dev/null; wait' EXIT
 
-vision-encoder serve --model "$MODEL" --listen "127.0.0.1:$ENCODER_PORT" --admin-listen 127.0.0.1:0 >&2 &
-until vision-encoder health --server "127.0.0.1:$ENCODER_PORT" >/dev/null 2>&1; do
+"$VISION_ENCODER" serve --model "$MODEL" --listen "127.0.0.1:$ENCODER_PORT" --admin-listen 127.0.0.1:0 >&2 &
+until "$VISION_ENCODER" health --server "127.0.0.1:$ENCODER_PORT" >/dev/null 2>&1; do
     kill -0 $! || exit 1
     sleep 1
 done

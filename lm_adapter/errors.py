@@ -178,9 +178,12 @@ class InvalidRequest(EncoderError, ValueError):
 class MissingDependency(EncoderError, ImportError):
     default_reason = "MISSING_DEPENDENCY"
 
-    def __init__(self, package: str, purpose: str) -> None:
+    def __init__(self, package: str, purpose: str, extra: str = "") -> None:
+        """extra: of the distribution, which has the package."""
+        remedy = f": pip install '.[{extra}]' in a checkout" if extra else ""
         super().__init__(
-            f"{purpose} needs the package {package}, which is not installed", details={"package": package}
+            f"{purpose} needs the package {package}, which is not installed{remedy}",
+            details={"package": package},
         )
 
 

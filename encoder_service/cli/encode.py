@@ -83,8 +83,10 @@ def encode(
         fail(f"--shard-size {error}")
     if out and out_dir:
         fail("--out and --out-dir exclude each other")
-    if (shard_size and not out) or (resume and not (out or out_dir)):
-        fail("--shard-size needs --out; --resume needs --out or --out-dir")
+    if shard_size and not out:
+        fail("--shard-size needs --out")
+    if resume and not (out or out_dir):
+        fail("--resume needs --out or --out-dir")
     inputs = expand(images)
     for note in inputs.notes:
         complain(note)

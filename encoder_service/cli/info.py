@@ -64,7 +64,8 @@ def show_info(server: str, answer: ServerInfo, namespace: str | None) -> None:
         table.add_row(name, plain(value))
 
     add("server", f"{answer.server_version} on {answer.device}, instance {answer.instance_id[:12]}")
-    add("protocol", f"{answer.min_protocol_version} to {answer.protocol_version}")
+    versions = sorted({answer.min_protocol_version, answer.protocol_version})
+    add("protocol", " to ".join(map(str, versions)))
     if namespace is not None:
         add("namespace", f"{namespace!r} is open to this caller")
     for model in answer.models:
@@ -76,8 +77,11 @@ def show_info(server: str, answer: ServerInfo, namespace: str | None) -> None:
         add(name, f"{value:,}")
     for transport in answer.transports:
         add("transport", str(getattr(transport.delivery, "value", transport.delivery)))
-    for name, reason in answer.unusable_kernels.items():
-        add("not usable", f"{name}: {reason}")
+    if answer.device == "cpu":
+        add("GPU kernels", "none, the tower runs on the CPU")
+    else:
+        for name, reason in answer.unusable_kernels.items():
+            add("not usable", f"{name}: {reason}")
     print_table(table)
 
 

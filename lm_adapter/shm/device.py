@@ -165,7 +165,7 @@ def load_driver() -> Any:
     try:
         from cuda.bindings import driver
     except ImportError as error:
-        raise MissingDependency("cuda-bindings", "mapping the encoder's device memory") from error
+        raise MissingDependency("cuda-bindings", "mapping the encoder's device memory", "cuda") from error
     return driver
 
 

@@ -103,7 +103,7 @@ def test_the_command_without_python(running: tuple[Path, str, str]) -> None:
     run([word.replace(HTTP_ADDRESS, http_address) for word in words], folder)
     with VisionEncoderClient(target) as client:
         rows = client.encode(ImageItem.from_path(folder / "tests/data/photos/coffee.jpg"))
-    assert torch.equal(load_file(folder / "rows.safetensors")["rows.0"], rows.torch())
+    assert torch.equal(load_file(folder / "http.safetensors")["rows.0"], rows.torch())
 
 
 @pytest.mark.extended

@@ -187,9 +187,11 @@ def test_the_token_is_in_no_text() -> None:
     assert "hush" not in str(refused.value)
 
 
-def test_unknown_environment_variables_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VE_AERNA_BYTES", "1")
-    with pytest.raises(ConfigurationError, match="VE_AERNA_BYTES is no setting, did you mean VE_ARENA_BYTES"):
+@pytest.mark.parametrize("name", ["VE_AERNA_BYTES", "ve_arena_bytes"])
+def test_unknown_environment_variables_are_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names are case-sensitive, as those of a shell."""
+    monkeypatch.setenv(name, "1")
+    with pytest.raises(ConfigurationError, match=f"{name} is no setting, did you mean VE_ARENA_BYTES"):
         parse_settings(model=Path("/m"))
 
 
@@ -198,7 +200,7 @@ def test_a_file_goes_below_the_environment_and_that_below_options(
 ) -> None:
     file = tmp_path / "encoder.yaml"
     file.write_text(
-        "model: /file\nmax-calls: 3\nmax_connections: 3\nreflection: false\ndrain_grace_s: 3\ntls_cert:\n"
+        "model: /file\nmax-calls: 3\nmax_connections: 3\nreflection: false\ndrain_grace_s: 3\n"
         "listen: [127.0.0.1:3, unix:/a]\nbucket_sizes: 1024\n"
         "tokens_file: /t\nisolated_namespaces: {a: 1048576, b: 1048576+1048576}\n"
     )
@@ -207,7 +209,7 @@ def test_a_file_goes_below_the_environment_and_that_below_options(
     monkeypatch.setenv("VE_MAX_CONNECTIONS", "2")
     settings = parse_settings(max_calls="1")
     assert (settings.max_calls, settings.max_connections, settings.drain_grace_s) == (1, 2, 3)
-    assert (settings.model, settings.reflection, settings.tls_cert) == (Path("/file"), False, None)
+    assert (settings.model, settings.reflection) == (Path("/file"), False)
     assert settings.listen == ("127.0.0.1:3", "unix:/a")
     assert settings.bucket_sizes == (1024,)
     assert settings.isolated_namespaces == {"a": (1 << 20,), "b": (1 << 20, 1 << 20)}
@@ -224,6 +226,8 @@ def test_a_file_goes_below_the_environment_and_that_below_options(
         ("model: /m\nlisten: 50053", "^FILE: listen: '50053' is neither host:port nor unix:/path$"),
         ("model: /m\nbroker_mode: 0660", "^FILE: broker_mode is 432, needs text in quotes$"),
         ("model: [", "^--config FILE, line 1 is not YAML: "),
+        ("model: /m\nadmin_listen:", "^FILE: admin_listen has no value: write '' for none, or leave"),
+        ("model: /m\nmax-calls: 5\nmax_calls: 7", "^--config FILE has several lines of max_calls$"),
         ("- model", "^--config FILE holds a list, needs lines of name: value$"),
         (None, "^--config FILE cannot be read: No such file or directory$"),
     ],
