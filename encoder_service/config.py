@@ -343,9 +343,9 @@ class Settings(BaseSettings):
     # -- broker ----------------------------------------------------------------------------------------
     broker_path: str = Field(
         AUTO,
-        description="Unix socket that hands out shared memory, an absolute path; auto: PORT.sock, or HOST-PORT.sock for one address of several, in "
-        "$XDG_RUNTIME_DIR/vision-encoder, or in vision-encoder-UID of the temporary folder; empty: rows are "
-        "sent inline.",
+        description="Unix socket that hands out shared memory, an absolute path; auto: PORT.sock, or "
+        "HOST-PORT.sock for one address of several, in $XDG_RUNTIME_DIR/vision-encoder, or in "
+        "vision-encoder-UID of the temporary folder; empty: rows are sent inline.",
     )
     broker_mode: Annotated[str, AfterValidator(check_mode)] = Field(
         "660", description="Permissions of its socket, octal."
