@@ -171,6 +171,14 @@ def read_header(path: Path) -> Header:
     return header
 
 
+def has_rows(path: Path) -> bool:
+    """Whether an item is whole there."""
+    try:
+        return bool(read_header(path).indices)
+    except (FileNotFoundError, ValueError):
+        return False
+
+
 def _parse_whole(text: bytes) -> Header:
     entries: dict[str, Any] = json.loads(text)
     metadata = entries.pop("__metadata__", {})
@@ -197,13 +205,22 @@ def _parse_lines(text: bytes) -> Header:
 
 class GrowingFile:
     """A file of rows that is open for appending. Raises OSError; BlockingIOError while another process has it
-    open."""
+    open, FileExistsError if it has rows and is not to be resumed."""
 
     def __init__(self, path: Path, names: Sequence[str], num_items: int, *, resumes: bool = False) -> None:
         """names: of the items that it needs room for. resumes: keeps the whole items of the file."""
         self.path = path
         self._fd = _open_locked(path)
-        kept = read_header(path) if resumes and os.fstat(self._fd).st_size else None
+        try:
+            self._begin(names, num_items, resumes=resumes)
+        except BaseException:
+            self.close()
+            raise
+
+    def _begin(self, names: Sequence[str], num_items: int, *, resumes: bool) -> None:
+        if not resumes and has_rows(self.path):
+            raise FileExistsError(self.path)
+        kept = read_header(self.path) if resumes and os.fstat(self._fd).st_size else None
         metadata_bytes, tensors_bytes = room_bytes(names)
         self.indices = [] if kept is None else kept.indices
         self.has_file_metadata = kept is not None and "dtype" in kept.metadata

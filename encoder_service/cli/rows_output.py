@@ -24,6 +24,7 @@ from encoder_service.cli.rows_files import (
     beside,
     file_of,
     fitting,
+    has_rows,
     read_header,
     write_file,
 )
@@ -149,6 +150,10 @@ class Appended:
             return GrowingFile(path, names, len(self.sources), resumes=resumes)
         except BlockingIOError as error:
             raise CannotWrite(f"another run writes {path} now") from error
+        except FileExistsError as error:
+            raise CannotWrite(
+                f"{path} has rows of an interrupted run: --resume continues it; remove it for a new run"
+            ) from error
         except ValueError as error:
             raise CannotWrite(f"cannot resume {path}: {error}") from error
 
@@ -167,9 +172,13 @@ class OneFile(Appended):
     def __init__(self, out: Path, sources: Sequence[Source], *, resumes: bool) -> None:
         super().__init__(out, sources, resumes=resumes)
         self.partial = beside(self.out, PARTIAL)
-        if resumes and self.out.exists() and not self.partial.exists():
+        if resumes and self.out.exists():
+            if has_rows(self.partial):
+                raise CannotWrite(f"{self.out} and {self.partial} both have rows: remove or rename one")
             self.note(self.out)  # raises for another file, which keeps its name
+            replaced = self.open(self.partial, [], resumes=False)
             self.out.rename(self.partial)
+            replaced.close()
         elif resumes and self.partial.exists():
             self.note(self.partial)
         self.file = self.open(self.partial, self.names_to_come(), resumes=resumes)
@@ -208,9 +217,11 @@ class Shards(Appended):
             self.note(shard)
         self.file: GrowingFile | None = None
         partial = self._partial_path()
-        if resumes and partial.exists():
-            self.note(partial)
-            self.file = self.open(partial, self.names_to_come()[:1], resumes=True)
+        if partial.exists():
+            if resumes:
+                self.note(partial)
+            num_names = 1 if resumes else MAX_SHARD_ITEMS
+            self.file = self.open(partial, self.names_to_come()[:num_names], resumes=resumes)
 
     def write(self, entry: Entry) -> Written:
         entry = self.numbered(entry)

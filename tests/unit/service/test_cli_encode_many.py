@@ -439,3 +439,38 @@ def test_two_runs_never_write_one_file(fake: FakeEncoder, tmp_path: Path) -> Non
     assert "another run writes" in encode(fake, *paths, "--out", out).stderr
     file.close()
     assert encode(fake, *paths, "--out", out).exit_code == 0
+
+
+@pytest.mark.parametrize("end", ["", ".partial"])
+def test_two_files_with_rows_are_not_resumed(end: str, fake: FakeEncoder, tmp_path: Path) -> None:
+    """The one that is not resumed would be replaced."""
+    paths, out, partial = written(tmp_path, "a.png", "b.png"), tmp_path / "rows", tmp_path / "rows.partial"
+    assert encode(fake, paths[0], "--out", out).exit_code == 0
+    partial.write_bytes(out.read_bytes())
+    done = encode(fake, *paths, "--out", out, "--resume")
+    assert done.exit_code == 1
+    assert f"{out} and {partial} both have rows: remove or rename one" in done.stderr
+    if end:
+        partial.write_bytes(b"")
+    else:
+        out.unlink()
+    assert encode(fake, *paths, "--out", out, "--resume").exit_code == 0
+    assert (paths_of(out), partial.exists()) == ([*map(str, paths)], False)
+
+
+@pytest.mark.parametrize("options", [[], ["--shard-size", "1MB"]])
+def test_a_new_run_keeps_the_rows_of_an_interrupted_one(
+    options: list[str], fake: FakeEncoder, tmp_path: Path
+) -> None:
+    paths, out = written(tmp_path, "a.png", "b.png"), tmp_path / "rows"
+    partial = tmp_path / ("rows-00001.safetensors.partial" if options else "rows.partial")
+    partial.write_bytes(b"cut off")  # no rows: replaced
+    assert encode(fake, paths[0], "--out", out, *options).exit_code == 0
+    (finished,) = tmp_path.glob("rows*.safetensors" if options else "rows")
+    finished.rename(partial)
+    num_sent = sent(fake)
+    done = encode(fake, *paths, "--out", out, *options)
+    assert (done.exit_code, sent(fake)) == (1, num_sent)
+    assert f"{partial} has rows of an interrupted run: --resume continues it; remove it for" in done.stderr
+    assert encode(fake, *paths, "--out", out, *options, "--resume").exit_code == 0
+    assert paths_of(finished) == [*map(str, paths)]
