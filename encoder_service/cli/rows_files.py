@@ -267,6 +267,7 @@ class GrowingFile:
         self.indices.append(entry.index)
 
     def close(self) -> None:
+        """Unlocks it: whoever renames or removes the file does so before."""
         os.close(self._fd)
 
     def _create(self, kept: Header | None, metadata_bytes: int, tensors_bytes: int, num_items: int) -> None:
@@ -302,9 +303,10 @@ class GrowingFile:
             new.write(head)
             old.seek(kept.data_bytes)
             shutil.copyfileobj(old, new, 1 << 20)
-        os.close(self._fd)
-        self._fd = _open_locked(longer)
+        fd = _open_locked(longer)
         longer.replace(self.path)
+        os.close(self._fd)  # once the path has the locked copy
+        self._fd = fd
 
 
 def _continues(kept: Header, metadata_bytes: int, tensors_bytes: int, num_items: int) -> bool:
@@ -358,13 +360,18 @@ def fitting(name: str, suffix: str) -> str:
 
 def _open_locked(path: Path) -> int:
     """A descriptor of the file, which this process alone has locked. Its mode is the umask's."""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    while True:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(fd), path.stat()):
+                return fd
+        except FileNotFoundError:
+            pass  # renamed or removed between the opening and the lock, as below
+        except OSError:
+            os.close(fd)
+            raise
         os.close(fd)
-        raise
-    return fd
 
 
 def _write(fd: int, data: bytes | memoryview, at_bytes: int) -> None:

@@ -137,9 +137,9 @@ class Appended:
         """Takes up the items of a file."""
         try:
             header = read_header(path)
+            self.found.update(recorded_items(header))
         except ValueError as error:
             raise CannotWrite(f"cannot resume {path}: {error}") from error
-        self.found.update(recorded_items(header))
         self.indices.update(header.indices)
 
     def names_to_come(self) -> list[str]:
@@ -190,11 +190,11 @@ class OneFile(Appended):
 
     def finish(self, *, is_whole: bool) -> list[Path]:
         has_rows = bool(self.file.indices)
-        self.file.close()
         if not has_rows:
             self.partial.unlink()
         elif is_whole:
             self.partial.replace(self.out)
+        self.file.close()
         return [self.out if is_whole else self.partial] if has_rows else []
 
 
@@ -243,11 +243,10 @@ class Shards(Appended):
         if is_whole and file.indices:
             self._finish_shard(file)
             return [*self.shards]
-        file.close()
         if not file.indices:
             file.path.unlink()
-            return [*self.shards]
-        return [*self.shards, file.path]
+        file.close()
+        return [*self.shards, file.path] if file.indices else [*self.shards]
 
     def _shard_path(self, number: int) -> Path:
         return self.out.with_name(f"{self.stem}-{number:05}{SUFFIX}")
@@ -263,8 +262,8 @@ class Shards(Appended):
 
     def _finish_shard(self, file: GrowingFile) -> None:
         path = self._shard_path(len(self.shards) + 1)
-        file.close()
         file.path.replace(path)
+        file.close()
         self.shards.append(path)
         self.file = None
         weight_map: dict[str, str] = {}
