@@ -135,6 +135,19 @@ class Header:
     indices: list[int] = field(default_factory=list)
     """Of the items that are whole."""
 
+    def check(self) -> None:
+        """Raises ValueError, and TypeError and the like, for JSON that is no header of safetensors."""
+        for name, text in self.metadata.items():
+            if not isinstance(text, str):
+                raise ValueError(f"its metadata {name!r} is no text")
+            if name.startswith("key.") and name != f"key.{int(name[4:])}":
+                raise ValueError(f"{name!r} has no number")
+        for name, each in self.tensors.items():
+            begin, end = each["data_offsets"]
+            numbers = [begin, end, *each["shape"]]
+            if any(type(number) is not int or number < 0 for number in numbers) or begin > end:
+                raise ValueError(f"the shape or data_offsets of {name!r} are none")
+
     def find_items(self, file_bytes: int) -> None:
         """Drops what belongs to no whole item. A file with such entries is continued in a copy."""
         held_bytes = file_bytes - self.data_bytes
@@ -164,10 +177,14 @@ def read_header(path: Path) -> Header:
         file_bytes = os.fstat(file.fileno()).st_size
     if not text or len(text) < header_bytes:
         raise ValueError("it is no whole safetensors file")
-    header = _parse_lines(text) if b"\n" in text else _parse_whole(text)
-    if header.metadata.get("format") != ROWS_FORMAT:
-        raise ValueError(f"its format is {header.metadata.get('format')!r}, needs {ROWS_FORMAT!r}")
-    header.find_items(file_bytes)
+    try:
+        header = _parse_lines(text) if b"\n" in text else _parse_whole(text)
+        if header.metadata.get("format") != ROWS_FORMAT:
+            raise ValueError(f"its format is {header.metadata.get('format')!r}, needs {ROWS_FORMAT!r}")
+        header.check()
+        header.find_items(file_bytes)
+    except (AttributeError, IndexError, KeyError, RecursionError, TypeError) as error:
+        raise ValueError(f"its header is none of safetensors: {error!r}") from error
     return header
 
 

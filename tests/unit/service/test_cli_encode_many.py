@@ -512,3 +512,39 @@ def test_a_file_is_locked_until_it_has_its_name(
     monkeypatch.setattr(Path, "replace", replace_locked)
     assert encode(fake, path, "--out", tmp_path / "rows", *options).exit_code == 0
     assert num_locked == 1
+
+
+ROWS = '"__metadata__":{"format":"vision_encoder.rows.v1",'
+TENSORS = '"rows.0":{"shape":[1,1],"data_offsets":[0,0]},"grid_thw.0":{"shape":[3],"data_offsets":[0,0]}'
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        "[]",
+        "7",
+        "[" * 100_000,
+        '{"__metadata__":[]}',
+        "{" + ROWS + '"key.x":"00"}}',
+        "{" + ROWS + '"key.00":"00"},' + TENSORS.replace(".0", ".00") + "}",
+        "{" + ROWS + '"key.0":7},' + TENSORS + "}",
+        "{" + ROWS + '"key.0":"no hex"},' + TENSORS + "}",
+        "{" + ROWS + '"key.0":"00"},"rows.0":{"shape":[1,1]}}',
+        "{" + ROWS + '"key.0":"00"},"rows.0":[]}',
+        "{" + ROWS + '"key.0":"00"},"rows.0":{"shape":[1,1],"data_offsets":[0,"7"]}}',
+        "{" + ROWS + '"key.0":"00"},"rows.0":{"shape":[1,1],"data_offsets":[0,0.5]}}',
+        '{"__metadata__":[]\n}\n\n}',
+        "{" + ROWS[:-1] + "\n}\n}\n}\n,",
+    ],
+)
+def test_json_that_is_no_header_is_refused_by_name(header: str, fake: FakeEncoder, tmp_path: Path) -> None:
+    (path,) = written(tmp_path, "a.png")
+    out, folder = tmp_path / "rows", tmp_path / "folder"
+    encode(fake, path, "--out-dir", folder)
+    (item,) = folder.rglob("*.safetensors")
+    for file in (out, item):
+        file.write_bytes(len(header).to_bytes(8, "little") + header.encode())
+    done = encode(fake, path, "--out", out, "--resume")
+    assert (done.exit_code, f"cannot resume {out}: " in done.stderr) == (1, True), done.stderr
+    assert encode(fake, path, "--out-dir", folder, "--resume").exit_code == 0
+    assert paths_of(item) == [str(path)]
