@@ -75,6 +75,10 @@ class Entry:
     def file_metadata(self) -> dict[str, str]:
         return {"dtype": self.rows.dtype, "num_deepstack_levels": str(self.rows.num_deepstack_levels)}
 
+    @property
+    def form(self) -> str:
+        return form_of(self.file_metadata(), self.rows.width)
+
     def tensors(self) -> dict[str, Tensor]:
         """In the order of their bytes. Each is aligned to its type: of every model, a row's bytes are a
         multiple of eight."""
@@ -93,6 +97,12 @@ class Entry:
         shape = (rows.num_rows, rows.width)
         tensors[f"rows.{self.index}"] = Tensor(DTYPES[rows.dtype], shape, rows.raw().data.cast("B"))
         return tensors
+
+
+def form_of(metadata: dict[str, str], width: int) -> str:
+    """What all rows of a file have in common. metadata: the file's."""
+    dtype, num_levels = metadata.get("dtype"), metadata.get("num_deepstack_levels")
+    return f"{dtype} rows of width {width} with {num_levels} deepstack levels"
 
 
 def room_bytes(names: Iterable[str]) -> tuple[int, int]:
@@ -134,6 +144,8 @@ class Header:
     rooms: tuple[Room, Room] | None = None
     indices: list[int] = field(default_factory=list)
     """Of the items that are whole."""
+    form: str = ""
+    """Of their rows; empty without items."""
 
     def check(self) -> None:
         """Raises ValueError, and TypeError and the like, for JSON that is no header of safetensors."""
@@ -167,6 +179,8 @@ class Header:
         if len(self.tensors) + len(self.metadata) < num_entries:
             self.rooms = None
         self.end_bytes = max((each["data_offsets"][1] for each in self.tensors.values()), default=0)
+        if self.indices:
+            self.form = form_of(self.metadata, self.tensors[f"rows.{self.indices[0]}"]["shape"][-1])
 
 
 def read_header(path: Path) -> Header:

@@ -129,6 +129,7 @@ class Appended:
         self.resumes = resumes
         self.found: dict[str, Recorded] = {}
         self.indices: set[int] = set()
+        self.form = ""
 
     def recorded(self, name: str) -> Recorded | None:
         return self.found.get(as_text(name))
@@ -141,6 +142,7 @@ class Appended:
         except ValueError as error:
             raise CannotWrite(f"cannot resume {path}: {error}") from error
         self.indices.update(header.indices)
+        self.form = self.form or header.form
 
     def names_to_come(self) -> list[str]:
         return [source.name for source in self.sources if self.recorded(source.name) is None]
@@ -158,7 +160,13 @@ class Appended:
             raise CannotWrite(f"cannot resume {path}: {error}") from error
 
     def numbered(self, entry: Entry) -> Entry:
-        """With a number that no other item has: the one of its place among the inputs, if that is free."""
+        """With a number that no other item has: the one of its place among the inputs, if that is free. Raises
+        CannotWrite for rows that are not like the others."""
+        self.form = self.form or entry.form
+        if entry.form != self.form:
+            raise CannotWrite(
+                f"{self.out} has {self.form}, the server now gives {entry.form}: write to another file"
+            )
         index = entry.index if entry.index not in self.indices else max(self.indices, default=-1) + 1
         if index != entry.index:
             index = max(index, len(self.sources))  # the places of the other inputs stay theirs

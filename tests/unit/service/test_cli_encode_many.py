@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import grpc
 import numpy as np
@@ -27,7 +28,7 @@ from encoder_service.cli.rows_files import Entry, GrowingFile, read_header
 from lm_adapter import EncodedRows, Grid
 from lm_adapter.errors import ItemFailed
 from lm_adapter.keys import content_digest
-from lm_adapter.testing import FakeEncoder, Fault, fake_rows
+from lm_adapter.testing import FakeEncoder, Fault, fake_model, fake_rows
 
 SLOW_S = 0.02
 ROOT = Path(__file__).parents[3]
@@ -548,3 +549,22 @@ def test_json_that_is_no_header_is_refused_by_name(header: str, fake: FakeEncode
     assert (done.exit_code, f"cannot resume {out}: " in done.stderr) == (1, True), done.stderr
     assert encode(fake, path, "--out-dir", folder, "--resume").exit_code == 0
     assert paths_of(item) == [str(path)]
+
+
+@pytest.mark.parametrize("options", [[], ["--shard-size", "1kB"]])
+@pytest.mark.parametrize("change", [{"dtype": "bfloat16"}, {"out_width": 16}, {"num_deepstack_levels": 1}])
+def test_rows_of_two_models_are_never_in_one_file(
+    change: dict[str, Any], options: list[str], fake: FakeEncoder, tmp_path: Path
+) -> None:
+    first, second, third = written(tmp_path, "a.png", "b.png", "c.png")
+    out = tmp_path / "rows"
+    assert encode(fake, first, second, "--out", out, *options).exit_code == 0
+    before = fake.script.model
+    fake.script.model = after = fake_model(**change)
+    done = encode(fake, third, "--out", out, *options, "--resume")
+    assert done.exit_code == 1
+    old, new = (
+        f"{model.dtype} rows of width {model.width} with {model.num_deepstack_levels} deepstack levels"
+        for model in (before, after)
+    )
+    assert f"{out} has {old}, the server now gives {new}: write to another file" in done.stderr
