@@ -27,6 +27,7 @@ import contextlib
 import fcntl
 import json
 import os
+import secrets
 import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -361,14 +362,14 @@ def file_of(entry: Entry) -> list[bytes | memoryview]:
 
 
 def write_file(path: Path, parts: Iterable[bytes | memoryview]) -> None:
-    """Written beside the path and moved there when it is whole. Raises OSError."""
-    partial = beside(path, ".partial")
+    """Written beside the path, under a name of its own, and moved there when it is whole. Raises OSError."""
+    partial = beside(path, f".{secrets.token_hex(4)}.partial")
     try:
-        with partial.open("wb") as file:
+        with partial.open("xb") as file:
             for part in parts:
                 file.write(part)
         partial.replace(path)
-    except OSError:
+    except BaseException:
         partial.unlink(missing_ok=True)
         raise
 

@@ -568,3 +568,35 @@ def test_rows_of_two_models_are_never_in_one_file(
         for model in (before, after)
     )
     assert f"{out} has {old}, the server now gives {new}: write to another file" in done.stderr
+
+
+def test_two_runs_write_an_item_apart(
+    fake: FakeEncoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second begins and ends while the first writes."""
+    (path,) = written(tmp_path, "a.png")
+    folder, replace, names = tmp_path / "folder", Path.replace, list[str]()
+
+    def run_again(self: Path, target: Path) -> Path:
+        names.append(self.name)
+        if len(names) == 1:
+            assert encode(fake, path, "--out-dir", folder).exit_code == 0
+        return replace(self, target)
+
+    monkeypatch.setattr(Path, "replace", run_again)
+    assert encode(fake, path, "--out-dir", folder).exit_code == 0
+    assert len(set(names)) == 2
+    (item,) = (found for found in folder.rglob("*") if found.is_file())
+    assert paths_of(item) == [str(path)]
+
+
+def test_a_write_that_fails_leaves_no_file(fake: FakeEncoder, tmp_path: Path) -> None:
+    (path,) = written(tmp_path, "a.png")
+    folder = tmp_path / "folder"
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, before[1]))
+    try:
+        assert encode(fake, path, "--out-dir", folder).exit_code == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert [found for found in folder.rglob("*") if found.is_file()] == []
