@@ -81,6 +81,12 @@ class FilePerItem:
             other = named.setdefault(tuple(file_parts(source.name)), source.name)
             if other != source.name and os.path.abspath(other) != os.path.abspath(source.name):
                 raise CannotWrite(f"{other} and {source.name} would have one file below {folder}: use --out")
+        for parts, name in named.items():
+            for depth in range(1, len(parts)):
+                if parts[:depth] in named:
+                    raise CannotWrite(
+                        f"the file of {named[parts[:depth]]} would be the folder of {name} below {folder}: use --out"
+                    )
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
         self._resumes = resumes

@@ -190,6 +190,10 @@ def test_two_names_never_share_a_file(
     assert done.exit_code == 1
     assert f"{path} and {inside} would have one file below rows" in done.stderr
     assert encode(fake, "x.png", "./x.png", "--out-dir", "rows").exit_code == 0
+    written(Path(), "a", "a.safetensors/x/b.png")
+    done = encode(fake, "a.safetensors/x/b.png", "a", "--out-dir", "none")
+    assert (done.exit_code, Path("none").exists()) == (1, False)
+    assert "the file of a would be the folder of a.safetensors/x/b.png below none: use --out" in done.stderr
 
 
 def test_shards_and_their_index_have_everything_once(fake: FakeEncoder, tmp_path: Path) -> None:
