@@ -83,9 +83,9 @@ class FilePerItem:
                 raise CannotWrite(f"{other} and {source.name} would have one file below {folder}: use --out")
         for parts, name in named.items():
             for depth in range(1, len(parts)):
-                if parts[:depth] in named:
+                if other := named.get(parts[:depth], ""):
                     raise CannotWrite(
-                        f"the file of {named[parts[:depth]]} would be the folder of {name} below {folder}: use --out"
+                        f"the file of {other} would be the folder of {name} below {folder}: use --out"
                     )
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
@@ -140,8 +140,8 @@ class Appended:
     def recorded(self, name: str) -> Recorded | None:
         return self.found.get(as_text(name))
 
-    def note(self, path: Path) -> None:
-        """Takes up the items of a file."""
+    def note(self, path: Path) -> list[int]:
+        """Takes up the items of a file, and returns their numbers."""
         try:
             header = read_header(path)
             self.found.update(recorded_items(header))
@@ -149,6 +149,16 @@ class Appended:
             raise CannotWrite(f"cannot resume {path}: {error}") from error
         self.indices.update(header.indices)
         self.form = self.form or header.form
+        return header.indices
+
+    def resume(self, path: Path, num_names: int | None = None) -> GrowingFile:
+        """num_names: of items that the file then has room for; None for all that are to come."""
+        indices = self.note(path)
+        file = self.open(path, self.names_to_come()[:num_names], resumes=True)
+        if file.indices != indices:
+            file.close()
+            raise CannotWrite(f"another run wrote {path} just now: run the command again")
+        return file
 
     def names_to_come(self) -> list[str]:
         return [source.name for source in self.sources if self.recorded(source.name) is None]
@@ -166,8 +176,8 @@ class Appended:
             raise CannotWrite(f"cannot resume {path}: {error}") from error
 
     def numbered(self, entry: Entry) -> Entry:
-        """With a number that no other item has: the one of its place among the inputs, if that is free. Raises
-        CannotWrite for rows that are not like the others."""
+        """With a number that no other item has: the one of its place among the inputs, if that is free.
+        Raises CannotWrite for rows that are not like the others."""
         self.form = self.form or entry.form
         if entry.form != self.form:
             raise CannotWrite(
@@ -193,9 +203,10 @@ class OneFile(Appended):
             replaced = self.open(self.partial, [], resumes=False)
             self.out.rename(self.partial)
             replaced.close()
-        elif resumes and self.partial.exists():
-            self.note(self.partial)
-        self.file = self.open(self.partial, self.names_to_come(), resumes=resumes)
+        if resumes and self.partial.exists():
+            self.file = self.resume(self.partial)
+        else:
+            self.file = self.open(self.partial, self.names_to_come(), resumes=False)
 
     def write(self, entry: Entry) -> Written:
         entry = self.numbered(entry)
@@ -231,11 +242,10 @@ class Shards(Appended):
             self.note(shard)
         self.file: GrowingFile | None = None
         partial = self._partial_path()
-        if partial.exists():
-            if resumes:
-                self.note(partial)
-            num_names = 1 if resumes else MAX_SHARD_ITEMS
-            self.file = self.open(partial, self.names_to_come()[:num_names], resumes=resumes)
+        if resumes and partial.exists():
+            self.file = self.resume(partial, 1)
+        elif partial.exists():
+            self.file = self.open(partial, self.names_to_come()[:MAX_SHARD_ITEMS], resumes=False)
 
     def write(self, entry: Entry) -> Written:
         entry = self.numbered(entry)

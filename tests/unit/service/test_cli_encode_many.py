@@ -604,3 +604,21 @@ def test_a_write_that_fails_leaves_no_file(fake: FakeEncoder, tmp_path: Path) ->
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert [found for found in folder.rglob("*") if found.is_file()] == []
+
+
+def test_a_run_that_ended_while_another_resumes_keeps_its_rows(
+    fake: FakeEncoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths, out, partial = written(tmp_path, "a.png", "b.png"), tmp_path / "rows", tmp_path / "rows.partial"
+    encode(fake, paths[0], "--out", partial)
+    flock = fcntl.flock
+
+    def finish_first(fd: int, operation: int) -> None:
+        if not out.exists():
+            partial.rename(out)
+        flock(fd, operation)
+
+    monkeypatch.setattr(fcntl, "flock", finish_first)
+    done = encode(fake, *paths, "--out", out, "--resume")
+    assert (done.exit_code, f"another run wrote {partial} just now" in done.stderr) == (1, True), done.stderr
+    assert paths_of(out) == [str(paths[0])]
