@@ -538,7 +538,6 @@ TENSORS = '"rows.0":{"shape":[1,1],"data_offsets":[0,0]},"grid_thw.0":{"shape":[
         "{" + ROWS + '"key.0":"00"},"rows.0":[]}',
         "{" + ROWS + '"key.0":"00"},"rows.0":{"shape":[1,1],"data_offsets":[0,"7"]}}',
         "{" + ROWS + '"key.0":"00"},"rows.0":{"shape":[1,1],"data_offsets":[0,0.5]}}',
-        '{"__metadata__":[]\n}\n\n}',
         "{" + ROWS[:-1] + "\n}\n}\n}\n,",
     ],
 )
