@@ -72,6 +72,7 @@ from encoder_service.startup import (
 )
 from encoder_service.store.embedding_store import EmbeddingStore, open_store
 from encoder_service.towers.optional import unusable_kernels
+from encoder_service.types import Modality
 from vision_encoder.v1 import encoder_pb2 as pb
 
 if TYPE_CHECKING:
@@ -315,7 +316,11 @@ class Service:
         reader = ItemReader(self.admission, self._workers.executor, segments, self._urls)
         servicer = VisionEncoderServicer(pipeline, self.info, reader, self.metrics)
         await self._grpc.start({SERVICE: method_handlers(servicer, self.gate)})
-        backend = Backend(pipeline, self._urls, self._segments)
+        max_file_bytes = {
+            Modality.IMAGE: settings.max_encoded_bytes,
+            Modality.VIDEO: settings.max_clip_bytes,
+        }
+        backend = Backend(pipeline, self._urls, self._segments, max_file_bytes)
         for foreign in self.protocols.values():
             await foreign.server.attach(backend)
         if self._playground is not None:

@@ -41,10 +41,11 @@ from encoder_service.ops.http_requests import (
 )
 from encoder_service.ops.http_server import read_body
 from encoder_service.ops.metrics import Metrics
+from encoder_service.ops.shares import WaitingShares
 from encoder_service.pipeline import EncodeResult
 from encoder_service.protocols.base import Backend
 from encoder_service.rpc.delivery import Delivery, RowsRequest
-from encoder_service.rpc.gate import CallGate, Entry
+from encoder_service.rpc.gate import CallGate, Entry, on_worker
 from encoder_service.rpc.item_reader import ItemReader
 from encoder_service.rpc.item_stream import ItemStream
 from encoder_service.rpc.observed import Call, open_call, recorded
@@ -88,6 +89,7 @@ class EncodeEndpoint:
         self._instance_id, self._not_ready_because = instance_id, not_ready_because
         self._backend: Backend | None = None
         self._delivery: Delivery | None = None
+        self._large = WaitingShares(1)
 
     def attach(self, backend: Backend) -> None:
         """Takes work from now on."""
@@ -165,13 +167,16 @@ class EncodeEndpoint:
                 await asyncio.gather(running, return_exceptions=True)
 
     async def _read(self, request: Request, backend: Backend, call: Call, entry: Entry) -> EncodeCall:
-        """Raises InvalidRequest, QueueFull, and as ``read_body``."""
+        """Parses large bodies on a worker thread, one at a time, since the work is the interpreter's. Raises
+        InvalidRequest, BodyTooLarge, QueueFull, and as ``read_body``; never before the worker has ended, so
+        that the body stays counted."""
         data = await read_body(request)
         entry.permit.add_bytes(len(data))
-        content_type = request.headers.get("content-type", "")
+        content_type, limits = request.headers.get("content-type", ""), backend.max_file_bytes
         if len(data) <= MAX_HASHED_ON_LOOP_BYTES:
-            return parse_call(content_type, data)
-        return await backend.pipeline.workers.run(call.holder, parse_call, content_type, data)
+            return parse_call(content_type, data, limits)
+        async with self._large.hold(call.holder):
+            return await on_worker(parse_call, content_type, data, limits)
 
     def _encoder(
         self, backend: Backend, call: Call, namespace: str, entry: Entry, deadline: Deadline
@@ -194,11 +199,8 @@ class EncodeEndpoint:
             async with deadline.limits("the item was encoded"):
                 if not requested.is_inline:
                     result = await reader.use(requested.message(), encode, holder)
-                elif requested.num_inline_bytes <= MAX_HASHED_ON_LOOP_BYTES:
-                    result = await encode(requested.inline(), entry.permit)
                 else:
-                    item = await pipeline.workers.run(holder, requested.inline)
-                    result = await encode(item, entry.permit)
+                    result = await encode(requested.inline(), entry.permit)
             try:
                 entry.permit.add_rows(result.encoded.spec.num_bytes)
             except VisionEncoderError:

@@ -2,7 +2,8 @@
 
 Owns the fields, which ``/docs`` shows with their descriptions, and the content of inline items. An item's
 content, digest and options mean what they mean in the gRPC contract: ``RequestedItem.message`` is its message
-there. Pure: without I/O and without state.
+there. ``parse_call`` decodes all inline items of a call, so that a caller has one job on a worker at most.
+Pure: without I/O and without state.
 """
 
 from __future__ import annotations
@@ -16,7 +17,13 @@ from python_multipart import MultipartParser
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import parse_options_header
 
-from encoder_service.errors import InvalidDigest, InvalidRequest, UnsupportedContent
+from encoder_service.errors import (
+    BodyTooLarge,
+    InvalidDigest,
+    InvalidInput,
+    InvalidRequest,
+    UnsupportedContent,
+)
 from encoder_service.ops.http_requests import (
     data_uri_content,
     is_data_uri,
@@ -31,6 +38,8 @@ from vision_encoder.v1 import encoder_pb2 as pb
 JSON_TYPE, MULTIPART_TYPE = b"application/json", b"multipart/form-data"
 FILE_FIELDS = tuple(modality.value for modality in Modality)
 TEXT_FIELDS = ("items", "namespace", "model")
+# Limit on JSON, whose text takes up to twelve times its size while it is parsed. Forms have no such limit.
+MAX_JSON_BYTES = 32 << 20
 MAX_PARTS = convert.MAX_ITEMS_PER_REQUEST + len(TEXT_FIELDS)
 # Characters of a file's name or of a wrong digest that an answer repeats.
 SHOWN_CHARS = 200
@@ -127,27 +136,25 @@ MULTIPART_SCHEMA = {
 
 @dataclass(frozen=True)
 class RequestedItem:
-    """One item of a call. content: a file's bytes, a URL, or None for the digest alone. name: of the file,
-    for the answer."""
+    """One item of a call. content: a file's bytes, a URL, None for the digest alone, or why it cannot be
+    taken. name: of the file, for the answer."""
 
     modality: Modality
-    content: bytes | str | None
+    content: bytes | str | InvalidInput | None
     content_digest: str = ""
     options: Options = field(default_factory=Options)
     name: str = ""
 
     @property
-    def num_inline_bytes(self) -> int:
-        """The size of the content as it was sent; 0 if it was not."""
-        return len(self.content) if self.is_inline and self.content is not None else 0
-
-    @property
     def is_inline(self) -> bool:
-        return isinstance(self.content, bytes) or (self.content is not None and is_data_uri(self.content))
+        """Whether its content came with it."""
+        return isinstance(self.content, bytes)
 
     def message(self) -> pb.Item:
         """The item in the gRPC contract, without inline content. Raises InvalidDigest, UnsupportedContent,
-        InvalidRequest."""
+        InvalidRequest, ImageTooLarge, ClipTooLarge."""
+        if isinstance(self.content, InvalidInput):
+            raise self.content
         try:
             digest = bytes.fromhex(self.content_digest)
         except ValueError:
@@ -175,8 +182,8 @@ class RequestedItem:
 
     def inline(self) -> Item:
         """The item with its inline content. Raises as ``message`` and ``convert.item_from_proto``."""
-        data = self.content if isinstance(self.content, bytes) else data_uri_content(self.content or "")
-        return convert.item_from_proto(self.message(), fetched=data)
+        assert isinstance(self.content, bytes)
+        return convert.item_from_proto(self.message(), fetched=self.content)
 
 
 @dataclass(frozen=True)
@@ -186,25 +193,44 @@ class EncodeCall:
     model: str = ""
 
 
-def parse_call(content_type: str, data: bytes) -> EncodeCall:
-    """content_type: the request's header. Raises InvalidRequest."""
+def parse_call(content_type: str, data: bytes, max_file_bytes: Mapping[Modality, int]) -> EncodeCall:
+    """content_type: the request's header. max_file_bytes: of one image and of one clip. Raises
+    InvalidRequest, BodyTooLarge."""
     kind, options = parse_options_header(content_type)
     if kind == MULTIPART_TYPE:
         return _from_multipart(options.get(b"boundary", b""), data)
     if kind == JSON_TYPE:
+        check_json_size("the JSON body", data)
         body = validated(EncodeBody, json_object(data))
-        return EncodeCall(
-            [
-                RequestedItem(Modality(item.modality), item.url, item.content_digest, item.options)
-                for item in body.items
-            ],
-            body.namespace,
-            body.model,
-        )
+        items = [_json_item(item, max_file_bytes[Modality(item.modality)]) for item in body.items]
+        return EncodeCall(items, body.namespace, body.model)
     shown = content_type[:SHOWN_CHARS]
     raise InvalidRequest(
         f"Content-Type is {shown!r}, taken are {JSON_TYPE.decode()} and {MULTIPART_TYPE.decode()}"
     )
+
+
+def check_json_size(what: str, data: bytes) -> None:
+    """Raises BodyTooLarge."""
+    if len(data) > MAX_JSON_BYTES:
+        raise BodyTooLarge(
+            f"{what} has {len(data)} bytes, at most {MAX_JSON_BYTES} of JSON are taken; send large files as "
+            f"{MULTIPART_TYPE.decode()}",
+            found_bytes=len(data),
+            max_bytes=MAX_JSON_BYTES,
+        )
+
+
+def _json_item(item: JsonItem, max_bytes: int) -> RequestedItem:
+    modality = Modality(item.modality)
+    content: bytes | str | InvalidInput | None = item.url
+    if item.url is not None and is_data_uri(item.url):
+        try:
+            content = data_uri_content(item.url, modality, max_bytes)
+        except InvalidInput as error:
+            error.__context__ = None  # it refers to the whole text
+            content = error.with_traceback(None)
+    return RequestedItem(modality, content, item.content_digest, item.options)
 
 
 def _from_multipart(boundary: bytes, data: bytes) -> EncodeCall:
@@ -221,6 +247,7 @@ def _from_multipart(boundary: bytes, data: bytes) -> EncodeCall:
                 f"the field {part.field!r} {problem}; files are {' or '.join(FILE_FIELDS)}, texts are "
                 f"{', '.join(TEXT_FIELDS)}"
             )
+    check_json_size("the field items", texts.get("items", b""))
     stated = json_value(texts["items"]) if "items" in texts else [{}] * len(files)
     if not isinstance(stated, list) or len(stated) != len(files):
         found = f"{len(stated)} entries" if isinstance(stated, list) else f"a {type(stated).__name__}"

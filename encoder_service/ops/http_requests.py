@@ -10,7 +10,6 @@ import base64
 import json
 import math
 import reprlib
-import urllib.parse
 from collections.abc import Awaitable, Mapping
 from typing import Any, TypeVar
 
@@ -19,8 +18,15 @@ from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from encoder_service.errors import InvalidRequest, Unauthenticated, VisionEncoderError
+from encoder_service.errors import (
+    ClipTooLarge,
+    ImageTooLarge,
+    InvalidRequest,
+    Unauthenticated,
+    VisionEncoderError,
+)
 from encoder_service.ops.http_status import http_status
+from encoder_service.types import Modality
 
 Fields = TypeVar("Fields", bound=BaseModel)
 Result = TypeVar("Result")
@@ -28,6 +34,8 @@ Result = TypeVar("Result")
 # Limit on the commas, lists and objects of a body, counted before it is parsed, because each becomes objects
 # many times its size. A data URI has one comma.
 MAX_JSON_MARKS = 65_536
+# The percent escapes that occur in base64: of the characters of its alphabet that mean something in a URL.
+ESCAPES = {"%2B": "+", "%2b": "+", "%2F": "/", "%2f": "/", "%3D": "=", "%3d": "="}
 # Limit on the invalid fields that an error message names.
 MAX_NAMED_FIELDS = 4
 
@@ -75,21 +83,47 @@ def is_data_uri(url: str) -> bool:
     return url[:5].lower() == "data:"
 
 
-def data_uri_content(url: str) -> bytes:
+def data_uri_content(url: str, modality: Modality, max_bytes: int) -> bytes:
     """The bytes of a data URI in padded base64 without white space, whose media type is ignored. The content
-    may be percent-encoded (RFC 2397). Raises InvalidRequest."""
-    _, comma, content = url.partition(",")
-    text: str | bytes = content
+    may have ESCAPES. modality, max_bytes: as for ``base64_content``. Raises InvalidRequest, ImageTooLarge,
+    ClipTooLarge."""
+    _, comma, text = url.partition(",")
+    problem = "the data URI cannot be decoded: use a data URI in base64, padded, without white space"
+    if not comma:
+        raise InvalidRequest(problem)
+    if "%" in text:
+        least_bytes = (len(text) - 2 * text.count("%")) * 3 // 4 - 2
+        check_file_size(modality, least_bytes, max_bytes)
+        for escape, character in ESCAPES.items():
+            text = text.replace(escape, character)
+    return base64_content(text, modality, max_bytes, problem)
+
+
+def base64_content(text: str, modality: Modality, max_bytes: int, problem: str) -> bytes:
+    """The bytes of padded base64. A file above max_bytes is refused before it is decoded. problem: what the
+    error for other text says. Raises InvalidRequest, ImageTooLarge, ClipTooLarge."""
+    check_file_size(modality, decoded_size(text), max_bytes)
     try:
-        if not comma:
-            raise ValueError
-        if "%" in url:
-            text = urllib.parse.unquote_to_bytes(text)
         return base64.b64decode(text, validate=True)
     except ValueError:
-        raise InvalidRequest(
-            "the data URI cannot be decoded: use a data URI in base64, padded, without white space"
-        ) from None
+        raise InvalidRequest(problem) from None
+
+
+def decoded_size(text: str) -> int:
+    """Bytes of padded base64 when decoded."""
+    return len(text) * 3 // 4 - text[-2:].count("=")
+
+
+def check_file_size(modality: Modality, num_bytes: int, max_bytes: int) -> None:
+    """Raises ImageTooLarge, ClipTooLarge, as decoding the file would."""
+    if num_bytes <= max_bytes:
+        return
+    error, what = (ClipTooLarge, "clip") if modality is Modality.VIDEO else (ImageTooLarge, "image")
+    raise error(
+        f"the {what} file has {num_bytes} bytes, the limit is {max_bytes}",
+        found_bytes=num_bytes,
+        max_encoded_bytes=max_bytes,
+    )
 
 
 def is_foreign(scheme: str, headers: Headers) -> bool:

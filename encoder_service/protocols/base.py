@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -10,16 +11,18 @@ from starlette.applications import Starlette
 from encoder_service.ingest.pixel_segments import PixelSegments
 from encoder_service.ingest.urls import UrlFetcher
 from encoder_service.pipeline import Pipeline
+from encoder_service.types import Modality
 
 
 @dataclass(frozen=True)
 class Backend:
     """What a server encodes with. urls: None if the service refuses URL items. segments: None if it refuses
-    pixels in shared memory."""
+    pixels in shared memory. max_file_bytes: of an image's and of a clip's file."""
 
     pipeline: Pipeline
     urls: UrlFetcher | None
     segments: PixelSegments | None
+    max_file_bytes: Mapping[Modality, int]
 
 
 class ProtocolServer(Protocol):

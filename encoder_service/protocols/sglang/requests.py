@@ -5,7 +5,6 @@ Owns the fields and their limits, and the content of inline items. Pure: without
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import json
 from collections.abc import Mapping
@@ -14,7 +13,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from encoder_service.errors import InvalidDigest, InvalidRequest, VisionEncoderError
-from encoder_service.ops.http_requests import data_uri_content, is_data_uri, validated
+from encoder_service.ops.http_requests import base64_content, data_uri_content, is_data_uri, validated
 from encoder_service.protocols.sglang.push import Part
 from encoder_service.rpc.convert import MAX_ITEMS_PER_REQUEST
 from encoder_service.types import Modality
@@ -102,18 +101,14 @@ def parse_receiver(body: Mapping[str, object]) -> ReceiverRequest:
     return validated(ReceiverRequest, body)
 
 
-def inline_content(item: MediaItem) -> bytes:
-    """The bytes of a data URI, or of base64 alone, verified, as SGLang's encoder takes them. Raises
-    InvalidRequest, InvalidDigest."""
+def inline_content(item: MediaItem, modality: Modality, max_bytes: int) -> bytes:
+    """The bytes of a data URI, or of base64 alone, verified, as SGLang's encoder takes them. max_bytes: of
+    the file. Raises InvalidRequest, InvalidDigest, ImageTooLarge, ClipTooLarge."""
     if is_data_uri(item.url):
-        data = data_uri_content(item.url)
+        data = data_uri_content(item.url, modality, max_bytes)
     else:
-        try:
-            data = base64.b64decode(item.url, validate=True)
-        except ValueError:
-            raise InvalidRequest(
-                "the item is neither a URL nor a data URI, and as base64 it cannot be decoded"
-            ) from None
+        problem = "the item is neither a URL nor a data URI, and as base64 it cannot be decoded"
+        data = base64_content(item.url, modality, max_bytes, problem)
     verify(data, item.digest)
     return data
 

@@ -255,7 +255,8 @@ class SglangServer:
     ) -> EncodeResult:
         pipeline = backend.pipeline
         if not item.is_url:
-            data = await self._on_worker(len(item.url), inline_content, item)
+            max_bytes = backend.max_file_bytes[modality]
+            data = await self._on_worker(len(item.url), inline_content, item, modality, max_bytes)
             inline = Item(modality, EncodedFile(data), item.digest)
             return await pipeline.encode(inline, namespace=NAMESPACE, permit=permit)
 

@@ -15,6 +15,7 @@ from encoder_service.ops.tokens import NamespaceTokens
 from encoder_service.protocols.base import Backend
 from encoder_service.rpc.gate import CallGate, CallPermits
 from encoder_service.scheduler.admission import Admission
+from encoder_service.types import Modality
 from tests.unit.service.rig import Rig
 
 MAX_BODY_BYTES = 4096
@@ -43,7 +44,8 @@ class EndpointRig:
         self._rig = rig
 
     def attach(self) -> EndpointRig:
-        self.endpoint.attach(Backend(self._rig.pipeline, None, None))
+        max_file_bytes = dict.fromkeys(Modality, MAX_BODY_BYTES)
+        self.endpoint.attach(Backend(self._rig.pipeline, None, None, max_file_bytes))
         return self
 
     def client(self, app: ASGIApp | None = None) -> httpx.AsyncClient:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import tracemalloc
 from collections.abc import Callable, Mapping
 from functools import partial
 
@@ -11,12 +12,21 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from encoder_service.errors import InvalidDigest, InvalidInput, InvalidRequest, UnsupportedContent
-from encoder_service.http.requests import EncodeCall, RequestedItem, parse_call
+from encoder_service.errors import (
+    BodyTooLarge,
+    ClipTooLarge,
+    ImageTooLarge,
+    InvalidDigest,
+    InvalidInput,
+    InvalidRequest,
+    UnsupportedContent,
+)
+from encoder_service.http.requests import MAX_JSON_BYTES, EncodeCall, RequestedItem, parse_call
 from encoder_service.types import EncodedFile, Modality, PreprocessOptions
 
 JSON, MULTIPART = "application/json", "multipart/form-data; boundary=b"
 DATA = b"\x00\r\n--the bytes\r\n of a file\r\n"
+LIMITS = {Modality.IMAGE: 100_000, Modality.VIDEO: 200_000}
 OPTIONS = {"max_pixels": 5, "fps": 2}
 URL = "data:image/png;base64," + base64.b64encode(DATA).decode()
 
@@ -28,11 +38,11 @@ def part(field: str, content: bytes, filename: str = "") -> bytes:
 
 
 def form(*parts: bytes, end: bytes = b"--b--\r\n") -> EncodeCall:
-    return parse_call(MULTIPART, b"".join(parts) + end)
+    return parse_call(MULTIPART, b"".join(parts) + end, LIMITS)
 
 
 def from_json(**body: object) -> EncodeCall:
-    return parse_call(JSON, json.dumps(body).encode())
+    return parse_call(JSON, json.dumps(body).encode(), LIMITS)
 
 
 def refusal(function: Callable[[], object]) -> str:
@@ -87,8 +97,6 @@ def test_items_in_json() -> None:
         ({"content": "http://ä/"}, InvalidRequest, "outside of ASCII"),
         ({"content": DATA, "content_digest": "xy"}, InvalidDigest, "64 hexadecimal digits"),
         ({"content": DATA, "content_digest": "ab"}, InvalidDigest, "32"),
-        ({"content": "data:image/png;base64,?"}, InvalidRequest, "cannot be decoded"),
-        ({"content": "data:"}, InvalidRequest, "cannot be decoded"),
     ],
 )
 def test_what_is_wrong_with_one_item_is_that_item_s(
@@ -97,6 +105,48 @@ def test_what_is_wrong_with_one_item_is_that_item_s(
     item = RequestedItem(Modality.IMAGE, **{"content": None, **fields})  # type: ignore[arg-type]
     with pytest.raises(error, match=text):
         item.inline() if item.is_inline else item.message()
+
+
+@pytest.mark.parametrize("url", ["data:image/png;base64,?", "data:", "data:;base64,%41" * 9])
+def test_a_data_uri_that_cannot_be_decoded_fails_its_item_alone(url: str) -> None:
+    bad, good = from_json(items=[{"url": url}, {"url": URL}]).items
+    assert good.inline().content == EncodedFile(DATA)
+    with pytest.raises(InvalidRequest, match="cannot be decoded: use a data URI in base64"):
+        bad.message()
+
+
+@pytest.mark.parametrize(
+    ("modality", "error", "text"), [("image", ImageTooLarge, "100000"), ("video", ClipTooLarge, "200000")]
+)
+@pytest.mark.parametrize("content", ["QUFB" * (1 << 20), "%41" * (1 << 20)])
+def test_content_above_the_file_limit_is_not_decoded(
+    modality: str, error: type[InvalidInput], text: str, content: str
+) -> None:
+    """Percent escapes took a hundred times their size in memory."""
+    body = json.dumps({"items": [{"url": f"data:;base64,{content}", "modality": modality}]}).encode()
+    tracemalloc.start()
+    try:
+        (item,) = parse_call(JSON, body, LIMITS).items
+        assert tracemalloc.get_traced_memory()[1] < 4 * len(body)
+    finally:
+        tracemalloc.stop()
+    with pytest.raises(error, match=f"the limit is {text}"):
+        item.message()
+
+
+def test_the_largest_file_is_taken_and_one_byte_more_is_not() -> None:
+    for num_bytes in range(99_998, 100_003):
+        url = "data:;base64," + base64.b64encode(bytes(num_bytes)).decode()
+        (item,) = from_json(items=[{"url": url}]).items
+        assert item.is_inline == (num_bytes <= 100_000)
+
+
+def test_json_has_a_limit_of_its_own() -> None:
+    text = f"{MAX_JSON_BYTES + 1} bytes, at most {MAX_JSON_BYTES}"
+    data = bytes(MAX_JSON_BYTES + 1)
+    for call in (partial(parse_call, JSON, data, LIMITS), partial(form, part("items", data))):
+        with pytest.raises(BodyTooLarge, match=f"{text} of JSON are taken; send large files as multipart"):
+            call()
 
 
 @pytest.mark.parametrize(
@@ -127,8 +177,8 @@ def test_a_form_that_ends_early_is_refused() -> None:
     """A body that a proxy has cut off has no half of an image."""
     for end in (b"", b"--b", b"--b\r\n"):
         whole = part("image", DATA) + end
-        assert "does not end with its boundary" in refusal(partial(parse_call, MULTIPART, whole))
-    assert "no boundary" in refusal(lambda: parse_call("multipart/form-data", b""))
+        assert "does not end with its boundary" in refusal(partial(parse_call, MULTIPART, whole, LIMITS))
+    assert "no boundary" in refusal(lambda: parse_call("multipart/form-data", b"", LIMITS))
 
 
 @pytest.mark.parametrize(
@@ -153,14 +203,16 @@ def test_json_that_is_no_call(body: Mapping[str, object], text: str) -> None:
 
 @pytest.mark.parametrize("kind", ["", "text/plain", "application/jsonx", "image/png"])
 def test_other_types_are_refused(kind: str) -> None:
-    assert "taken are application/json and multipart/form-data" in refusal(lambda: parse_call(kind, DATA))
+    assert "taken are application/json and multipart/form-data" in refusal(
+        lambda: parse_call(kind, DATA, LIMITS)
+    )
 
 
 @given(st.binary(max_size=400), st.sampled_from([MULTIPART, JSON]))
 def test_any_bytes_are_a_call_or_an_invalid_request(data: bytes, kind: str) -> None:
     for body in (data, b"--b\r\n" + data, part("image", data) + data + b"\r\n--b--\r\n"):
         try:
-            call = parse_call(kind, body)
+            call = parse_call(kind, body, LIMITS)
         except InvalidRequest:
             continue
         assert all(isinstance(item.content, bytes) for item in call.items)
