@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -13,7 +14,10 @@ import pytest
 import torch
 from safetensors.torch import load
 
+from bench.harness.waiting import PATIENCE_S
+from encoder_service.http import endpoint as module
 from encoder_service.http.endpoint import ROUTE
+from encoder_service.http.requests import EncodeCall, parse_call
 from encoder_service.ops import http_server
 from encoder_service.types import EncodedFile, Item, Modality
 from tests.fakes import fake_image
@@ -222,6 +226,31 @@ async def test_a_body_that_comes_later_than_the_deadline(client: httpx.AsyncClie
     headers = {"content-type": "application/json", "x-timeout-s": "0.05"}
     answer = await client.post(ROUTE, content=slow(), headers=headers)
     assert reason(answer, 504) == "DEADLINE_EXCEEDED"
+
+
+async def test_a_body_counts_until_its_parsing_has_ended(
+    endpoint: EndpointRig, client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also once its time has passed, because it is in memory; and another large one waits for it."""
+    may_end, parsed = threading.Event(), list[int]()
+
+    def parse(content_type: str, data: bytes, limits: Any) -> EncodeCall:
+        parsed.append(len(data))
+        assert may_end.wait(PATIENCE_S)
+        return parse_call(content_type, data, limits)
+
+    monkeypatch.setattr(module, "MAX_HASHED_ON_LOOP_BYTES", 0)
+    monkeypatch.setattr(module, "parse_call", parse)
+    first = asyncio.ensure_future(post(client, fake_image(4, 4), headers={"x-timeout-s": "0.05"}))
+    try:
+        await until(lambda: parsed)
+        second = await post(client, fake_image(4, 4), headers={"x-timeout-s": "0.1"})
+        assert reason(second, 504) == "DEADLINE_EXCEEDED"
+        assert len(parsed) == 1
+        assert endpoint.admission.num_bytes == parsed[0]
+    finally:
+        may_end.set()
+    assert reason(await first, 504) == "DEADLINE_EXCEEDED"
 
 
 async def test_p15_an_encode_that_nobody_waits_for_ends_with_its_caller(
