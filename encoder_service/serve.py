@@ -193,7 +193,12 @@ class Service:
         settings = self.settings
         if settings.http_listen:
             http = HttpEncodeServer(
-                self.gate, self.metrics, self._instance_id, self._not_ready_because, lambda: self.info
+                self.gate,
+                self.metrics,
+                self._instance_id,
+                self._not_ready_because,
+                lambda: self.info,
+                settings.http_listen.rpartition(":")[0],
             )
             tls = None
             if settings.tls_cert is not None and settings.tls_key is not None:

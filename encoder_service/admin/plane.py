@@ -11,13 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import contextlib
 import hashlib
 import hmac
-import ipaddress
-import re
-import socket
-from collections.abc import Collection
 
 from starlette.datastructures import Headers
 from starlette.responses import PlainTextResponse
@@ -30,7 +25,7 @@ from encoder_service.broker import Broker
 from encoder_service.config import Settings
 from encoder_service.engine.device import DeviceEngine
 from encoder_service.errors import PermissionDenied, Unauthenticated, VisionEncoderError
-from encoder_service.ops.http_requests import is_foreign
+from encoder_service.ops.http_requests import KNOWN_HOSTS, is_foreign, is_known_host, own_names
 from encoder_service.ops.http_server import HttpLimits, HttpServer
 from encoder_service.ops.metrics import Metrics
 from encoder_service.ops.tls import server_context
@@ -45,13 +40,7 @@ FORM_BYTES = 1 << 12
 NUM_BODIES = 4
 OPEN_PATHS = frozenset(("/healthz", "/readyz"))
 SAFE_METHODS = frozenset(("GET", "HEAD"))
-HOST = re.compile(r"(?:\[(?P<address>[0-9a-f:.]+)\]|(?P<name>[a-z0-9_.-]+))(?::\d{1,5})?")
-# Kubernetes' and those that ICANN reserves for private use.
-PRIVATE_DOMAINS = (".svc", ".svc.cluster.local", ".internal")
-UNKNOWN_HOST = (
-    "the admin plane does not answer to this host name: use its address, localhost, a name without a dot, or "
-    f"a name that ends in {' or '.join(PRIVATE_DOMAINS)}; a proxy has to send one of these as Host"
-)
+UNKNOWN_HOST = f"the admin plane does not answer to this host name: {KNOWN_HOSTS}"
 CHALLENGE = {"WWW-Authenticate": 'Basic realm="vision-encoder admin", charset="UTF-8"'}
 
 
@@ -111,7 +100,7 @@ class AdminGuard:
     def __init__(self, app: ASGIApp, token: str, listen_host: str, metrics: Metrics) -> None:
         self._app, self._metrics = app, metrics
         self._digest = digest(token) if token else None
-        self._own_names = frozenset((listen_host.lower(), socket.gethostname().lower()))
+        self._own_names = own_names(listen_host)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
@@ -137,27 +126,6 @@ class AdminGuard:
         if scope["method"] not in SAFE_METHODS and is_foreign(scope["scheme"], headers):
             return PermissionDenied("sent by a page of another origin"), 403
         return None
-
-
-def is_known_host(host: str, own_names: Collection[str]) -> bool:
-    """Whether a Host header names this service by a name that no page elsewhere can have. Otherwise the owner
-    of a domain could let it point here, and its page would read what the plane answers (DNS rebinding).
-
-    Such names are addresses, because then the browser was given the address; own_names; names without a dot
-    and those of PRIVATE_DOMAINS, which public DNS does not have.
-    """
-    parts = HOST.fullmatch(host.lower())
-    if parts is None:
-        return False
-    if parts["address"]:
-        return True
-    name = parts["name"].removesuffix(".")
-    if "." not in name or name in own_names or name.endswith(PRIVATE_DOMAINS):
-        return True
-    with contextlib.suppress(ValueError):
-        ipaddress.ip_address(name)
-        return True
-    return False
 
 
 def offered_token(headers: Headers) -> str:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import math
 import reprlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -34,9 +34,11 @@ from encoder_service.http.answers import Answer, AnsweredCall, FailedItem, Outco
 from encoder_service.http.requests import EncodeCall, RequestedItem, parse_call
 from encoder_service.ingest.workers import MAX_HASHED_ON_LOOP_BYTES
 from encoder_service.ops.http_requests import (
+    KNOWN_HOSTS,
     error_response,
     failure_fields,
     is_foreign,
+    is_known_host,
     until_hang_up,
 )
 from encoder_service.ops.http_server import read_body
@@ -65,11 +67,13 @@ AnswerForm: TypeAlias = Callable[[AnsweredCall, str], Awaitable[Answer]]
 @dataclass(frozen=True)
 class Access:
     """Who may call. gate: checks tokens and counts calls and bytes. namespace: of every call, without a
-    token; None: the one that the call names. is_prefetch: items are queued behind those of other calls."""
+    token; None: the one that the call names. is_prefetch: items are queued behind those of other calls.
+    own_names: of this host, see ``is_known_host``; None where the host of requests is checked before."""
 
     gate: CallGate
     namespace: str | None = None
     is_prefetch: bool = False
+    own_names: Collection[str] | None = None
 
 
 class EncodeEndpoint:
@@ -126,8 +130,7 @@ class EncodeEndpoint:
     async def _serve(self, request: Request, call: Call, sending: _Sending) -> Response | None:
         """Everything but the last chunk: a caller that hangs up once it has that one has not left early.
         Returns the answer if none was begun."""
-        if is_foreign(request.url.scheme, request.headers):
-            raise PermissionDenied("sent by a page of another origin")
+        self._check_page(request)
         deadline = Deadline(timeout_of(request))
         with self._access.gate.enter(call) as entry:
             backend, delivery = self._backend, self._delivery
@@ -165,6 +168,16 @@ class EncodeEndpoint:
             finally:
                 running.cancel()
                 await asyncio.gather(running, return_exceptions=True)
+
+    def _check_page(self, request: Request) -> None:
+        """Raises PermissionDenied for what a browser sends for a page that is not of this server."""
+        scheme, headers, own_names = request.url.scheme, request.headers, self._access.own_names
+        if is_foreign(scheme, headers):
+            raise PermissionDenied("sent by a page of another origin")
+        if "origin" not in headers or own_names is None or scheme == "https":
+            return  # over TLS the browser has compared the host's name with the certificate
+        if not is_known_host(headers.get("host", ""), own_names):
+            raise PermissionDenied(f"pages of this host name may not ask without TLS: {KNOWN_HOSTS}")
 
     async def _read(self, request: Request, backend: Backend, call: Call, entry: Entry) -> EncodeCall:
         """Parses large bodies on a worker thread, one at a time, since the work is the interpreter's. Raises

@@ -7,8 +7,10 @@ here, with the same tokens and limits. ``/docs`` and ``/redoc`` load nothing fro
 from __future__ import annotations
 
 import asyncio
+import reprlib
 import time
 from collections.abc import Callable
+from http import HTTPStatus
 from typing import Any
 
 from fastapi import Depends, FastAPI, Request, Response
@@ -16,6 +18,7 @@ from fastapi.responses import JSONResponse
 from fastapi.security import HTTPBearer
 from fastapi_offline import FastAPIOffline
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from encoder_service import __version__
@@ -29,7 +32,7 @@ from encoder_service.http.answers import (
 )
 from encoder_service.http.endpoint import ROUTE, Access, EncodeEndpoint
 from encoder_service.http.requests import MULTIPART_SCHEMA, EncodeBody
-from encoder_service.ops.http_requests import error_response, failure_fields
+from encoder_service.ops.http_requests import error_response, failure_fields, own_names
 from encoder_service.ops.metrics import Metrics
 from encoder_service.protocols.base import Backend
 from encoder_service.rpc.auth import bearer_token, check_caller
@@ -73,13 +76,16 @@ class HttpEncodeServer:
         instance_id: str,
         not_ready_because: Callable[[], str | None],
         info: Callable[[], pb.GetServerInfoResponse | None],
+        listen_host: str,
     ) -> None:
         """gate: of all calls, also of gRPC's. info: the answer of GetServerInfo; None before the model is
-        loaded."""
+        loaded. listen_host: that of the address."""
         self._gate, self._not_ready_because, self._info = gate, not_ready_because, info
-        self._encode = EncodeEndpoint(Access(gate), rows_answer, metrics, instance_id, not_ready_because)
+        access = Access(gate, own_names=own_names(listen_host))
+        self._encode = EncodeEndpoint(access, rows_answer, metrics, instance_id, not_ready_because)
         app = FastAPIOffline(title="vision-encoder", version=__version__)
         add_routes(app, self._encode, self._health, self._server_info)
+        app.add_exception_handler(HTTPException, no_route)
         self.app: Starlette = app
 
     @property
@@ -120,6 +126,23 @@ class HttpEncodeServer:
         except VisionEncoderError as error:
             return error_response(failure_fields(error))
         return JSONResponse(info_dict(info))
+
+
+async def no_route(request: Request, error: Exception) -> Response:
+    """The answer to a path or a method that is not served."""
+    assert isinstance(error, HTTPException)
+    allowed = (error.headers or {}).get("Allow", "")
+    problem = f", only {allowed}" if allowed else "; /docs lists the paths that are"
+    shown = reprlib.repr(f"{request.method} {request.url.path}")
+    failure = {
+        "status": error.status_code,
+        "reason": HTTPStatus(error.status_code).name,
+        "message": f"{shown} is not served{problem}",
+        "retryable": False,
+        "retry_after_ms": 0,
+        "details": {},
+    }
+    return error_response(failure, error.headers)
 
 
 class Delegated(Response):

@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
+import ipaddress
 import json
 import math
+import re
 import reprlib
-from collections.abc import Awaitable, Mapping
+import socket
+from collections.abc import Awaitable, Collection, Mapping
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -36,6 +40,13 @@ Result = TypeVar("Result")
 MAX_JSON_MARKS = 65_536
 # The percent escapes that occur in base64: of the characters of its alphabet that mean something in a URL.
 ESCAPES = {"%2B": "+", "%2b": "+", "%2F": "/", "%2f": "/", "%3D": "=", "%3d": "="}
+HOST = re.compile(r"(?:\[(?P<address>[0-9a-f:.]+)\]|(?P<name>[a-z0-9_.-]+))(?::\d{1,5})?")
+# Kubernetes' and those that ICANN reserves for private use.
+PRIVATE_DOMAINS = (".svc", ".svc.cluster.local", ".internal")
+KNOWN_HOSTS = (
+    "use its address, localhost, a name without a dot, or a name that ends in "
+    f"{' or '.join(PRIVATE_DOMAINS)}; a proxy has to send one of these as Host"
+)
 # Limit on the invalid fields that an error message names.
 MAX_NAMED_FIELDS = 4
 
@@ -131,6 +142,32 @@ def is_foreign(scheme: str, headers: Headers) -> bool:
     scheme: of the request."""
     origin = headers.get("origin")
     return origin is not None and origin.lower() != f"{scheme}://{headers.get('host', '')}".lower()
+
+
+def own_names(listen_host: str) -> frozenset[str]:
+    """The names of this host, for ``is_known_host``. listen_host: that of the server's address."""
+    return frozenset((listen_host.lower(), socket.gethostname().lower()))
+
+
+def is_known_host(host: str, own_names: Collection[str]) -> bool:
+    """Whether a Host header names this service by a name that no page elsewhere can have. Otherwise the owner
+    of a domain could let it point here, and its page would read what this answers (DNS rebinding).
+
+    Such names are addresses, because then the browser was given the address; own_names; names without a dot
+    and those of PRIVATE_DOMAINS, which public DNS does not have.
+    """
+    parts = HOST.fullmatch(host.lower())
+    if parts is None:
+        return False
+    if parts["address"]:
+        return True
+    name = parts["name"].removesuffix(".")
+    if "." not in name or name in own_names or name.endswith(PRIVATE_DOMAINS):
+        return True
+    with contextlib.suppress(ValueError):
+        ipaddress.ip_address(name)
+        return True
+    return False
 
 
 def peer_of(request: Request) -> str:

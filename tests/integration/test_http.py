@@ -219,6 +219,24 @@ def test_tls_and_client_certificates_are_those_of_grpc(serve: Serve, tmp_path: P
             httpx.get(url.replace("https", "http"))
 
 
+def test_a_page_that_has_let_its_own_name_point_here_is_refused(client: httpx.Client) -> None:
+    """DNS rebinding: to the browser its origin is this server. Other clients may use any name."""
+    for host, status in (("evil.example", 403), ("encoder.internal", 200), ("127.0.0.1:9", 200)):
+        headers = {"host": host, "origin": f"http://{host}"}
+        answer = client.post(ROUTE, files={"image": photo(64, 64)}, headers=headers)
+        assert answer.status_code == status, answer.text
+    answer = client.post(ROUTE, files={"image": photo(64, 64)}, headers={"host": "encoder.example"})
+    assert answer.status_code == 200
+
+
+def test_what_is_not_served_is_answered_as_other_errors_are(client: httpx.Client) -> None:
+    assert reason(client.post("/v1/encod"), 404) == "NOT_FOUND"
+    answer = client.get(ROUTE)
+    assert reason(answer, 405) == "METHOD_NOT_ALLOWED"
+    assert answer.headers["allow"] == "POST"
+    assert "is not served, only POST" in answer.json()["error"]["message"]
+
+
 # -- limits and ends -----------------------------------------------------------------------------------
 
 
