@@ -40,6 +40,26 @@ Result = TypeVar("Result")
 MAX_JSON_MARKS = 65_536
 # The percent escapes that occur in base64: of the characters of its alphabet that mean something in a URL.
 ESCAPES = {"%2B": "+", "%2b": "+", "%2F": "/", "%2f": "/", "%3D": "=", "%3d": "="}
+# What a field needs, by pydantic's type of its error.
+NEEDED = {
+    "too_short": "needed is at least {min_length}",
+    "too_long": "at most {max_length} are taken",
+    "string_too_short": "needed is a text of at least {min_length} characters",
+    "string_too_long": "needed is a text of at most {max_length} characters",
+    "string_pattern_mismatch": "needed is a text like {pattern}",
+    "string_unicode": "needed is text without lone surrogates",
+    "value_error": "needed is text without lone surrogates",
+    "string_type": "needed is a text",
+    "int_type": "needed is a whole number",
+    "float_type": "needed is a number",
+    "finite_number": "needed is a finite number",
+    "list_type": "needed is a list",
+    "model_type": "needed is an object",
+    "literal_error": "needed is {expected}",
+    "greater_than_equal": "needed is at least {ge}",
+    "less_than_equal": "needed is at most {le}",
+    "less_than": "needed is less than {lt}",
+}
 HOST = re.compile(r"(?:\[(?P<address>[0-9a-f:.]+)\]|(?P<name>[a-z0-9_.-]+))(?::\d{1,5})?")
 # Kubernetes' and those that ICANN reserves for private use.
 PRIVATE_DOMAINS = (".svc", ".svc.cluster.local", ".internal")
@@ -84,10 +104,16 @@ def validated(fields: type[Fields], body: Mapping[str, object]) -> Fields:
 
 def _problem(entry: Mapping[str, Any]) -> str:
     """One error of pydantic."""
-    field = ".".join(map(str, entry["loc"]))
-    if entry["type"] == "extra_forbidden":
+    field, kind = ".".join(map(str, entry["loc"])) or "the body", entry["type"]
+    if kind == "extra_forbidden":
         return f"{field} is no field here"
-    return f"{field} is {reprlib.repr(entry['input'])}: {entry['msg']}"
+    if kind == "missing":
+        return f"{field} is missing"
+    if kind in ("too_short", "too_long"):
+        num_entries = entry["ctx"]["actual_length"]
+        return f"{field} has {num_entries} entries, " + NEEDED[kind].format(**entry["ctx"])
+    needed = NEEDED.get(kind, "which is not taken").format(**entry.get("ctx", {}))
+    return f"{field} is {reprlib.repr(entry['input'])}, {needed}"
 
 
 def is_data_uri(url: str) -> bool:

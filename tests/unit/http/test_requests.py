@@ -11,6 +11,7 @@ from functools import partial
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
+from pydantic import ValidationError
 
 from encoder_service.errors import (
     BodyTooLarge,
@@ -21,7 +22,16 @@ from encoder_service.errors import (
     InvalidRequest,
     UnsupportedContent,
 )
-from encoder_service.http.requests import MAX_JSON_BYTES, EncodeCall, RequestedItem, parse_call
+from encoder_service.http.requests import (
+    MAX_JSON_BYTES,
+    EncodeBody,
+    EncodeCall,
+    FileItem,
+    RequestedItem,
+    parse_call,
+)
+from encoder_service.ops.http_requests import NEEDED
+from encoder_service.protocols.sglang.requests import EncodeRequest, ReceiverRequest
 from encoder_service.types import EncodedFile, Modality, PreprocessOptions
 
 JSON, MULTIPART = "application/json", "multipart/form-data; boundary=b"
@@ -184,21 +194,39 @@ def test_a_form_that_ends_early_is_refused() -> None:
 @pytest.mark.parametrize(
     ("body", "text"),
     [
-        ({}, "items"),
-        ({"items": []}, "at least 1"),
-        ({"items": [{}] * 257}, "at most 256"),
-        ({"items": [{"modality": "audio"}]}, "'image' or 'video'"),
+        ({}, "items is missing"),
+        ({"items": []}, "items has 0 entries, needed is at least 1"),
+        ({"items": [{}] * 257}, "items has 257 entries, at most 256 are taken"),
+        ({"items": [{"modality": "audio"}]}, "items.0.modality is 'audio', needed is 'image' or 'video'"),
+        ({"items": 3}, "items is 3, needed is a list"),
+        ({"items": [3]}, "items.0 is 3, needed is an object"),
+        ({"items": [{"options": {"fps": "x"}}]}, "items.0.options.fps is 'x', needed is a number"),
+        ({"items": [{"options": {"min_pixels": 1.5}}]}, "min_pixels is 1.5, needed is a whole number"),
+        ({"items": [{}], "model": 3}, "model is 3, needed is a text"),
         ({"items": [{"options": {"max_pixel": 1}}]}, "items.0.options.max_pixel is no field here"),
-        ({"items": [{"options": {"max_pixels": -1}}]}, "greater than or equal to 0"),
+        ({"items": [{"options": {"max_pixels": -1}}]}, "max_pixels is -1, needed is at least 0"),
         ({"items": [{"options": {"max_patches": 1 << 32}}]}, "items.0.options.max_patches"),
-        ({"items": [{"options": {"fps": float("nan")}}]}, "finite"),
-        ({"items": [{}], "namespace": "\ud800"}, "namespace"),
-        ({"items": [{}], "\ud800": "a"}, "unicode string"),
+        ({"items": [{"options": {"fps": float("nan")}}]}, "fps is nan, needed is a finite number"),
+        ({"items": [{}], "namespace": "\ud800"}, "namespace is '\\ud800', needed is text without"),
+        ({"items": [{}], "\ud800": "a"}, "needed is text without lone surrogates"),
         ({"items": [{}], "namspace": "a"}, "namspace is no field here"),
     ],
 )
 def test_json_that_is_no_call(body: Mapping[str, object], text: str) -> None:
     assert text in refusal(lambda: from_json(**body))
+
+
+def test_every_problem_of_a_field_has_words_of_its_own() -> None:
+    """Also of SGLang's requests: none of the library's, which name its own classes."""
+    kinds = set[str]()
+    for model in (EncodeBody, FileItem, EncodeRequest, ReceiverRequest):
+        for value in (None, 3, "x", {}, {"": 1}):
+            for name in model.model_fields:
+                try:
+                    model.model_validate({name: value})
+                except ValidationError as error:
+                    kinds |= {entry["type"] for entry in error.errors()}
+    assert kinds - {"missing", "extra_forbidden"} <= set(NEEDED)
 
 
 @pytest.mark.parametrize("kind", ["", "text/plain", "application/jsonx", "image/png"])
