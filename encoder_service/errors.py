@@ -4,6 +4,7 @@ VisionEncoderError
 ├── InvalidInput                 the caller's item is invalid; sending it again gives the same answer
 │   ├── InvalidRequest           a field of the request has no meaning here
 │   ├── BodyTooLarge             over the limit of an HTTP request's body
+│   ├── UnsupportedMediaType     an HTTP request's body of a type or coding that is not taken
 │   ├── InvalidOption            a preprocessing option that the family lacks, or a value out of bounds
 │   ├── InvalidDigest            a digest or key of the wrong length
 │   ├── UndecodableImage         the bytes are not an image that can be read
@@ -77,6 +78,10 @@ class InvalidRequest(InvalidInput):
 
 class BodyTooLarge(InvalidInput):
     reason = "BODY_TOO_LARGE"
+
+
+class UnsupportedMediaType(InvalidInput):
+    reason = "UNSUPPORTED_MEDIA_TYPE"
 
 
 class InvalidOption(InvalidInput):

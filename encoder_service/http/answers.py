@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from pydantic import BaseModel, Field
+from python_multipart.multipart import parse_options_header
 
 from encoder_service.http.requests import RequestedItem
 from encoder_service.pipeline import EncodeResult, Pipeline
@@ -138,10 +139,28 @@ def _result_fields(result: EncodeResult, now_s: float) -> dict[str, Any]:
 
 
 async def rows_answer(call: AnsweredCall, accept: str) -> Answer:
-    """accept: the request's header. JSON if it names that and not the type of safetensors."""
-    if JSON_TYPE in accept and SAFETENSORS_TYPE not in accept:
+    """accept: the request's header. JSON if the caller prefers that to safetensors."""
+    if preference(accept, JSON_TYPE) > preference(accept, SAFETENSORS_TYPE):
         return json_answer(call)
     return safetensors_answer(call)
+
+
+def preference(accept: str, media_type: str) -> tuple[float, int]:
+    """How much an Accept header wants a type: the quality of the most specific range that has it (RFC 9110,
+    12.5.1), then how specific that is. (0, 0) if it is
+    not wanted."""
+    ranges = (media_type, media_type.partition("/")[0] + "/*", "*/*")
+    found: dict[str, float] = {}
+    for part in accept.split(","):
+        name, options = parse_options_header(part)
+        try:
+            found[name.decode().lower()] = float(options.get(b"q", b"1"))
+        except ValueError:
+            continue
+    for rank, wanted in zip((2, 1, 0), ranges, strict=True):
+        if wanted in found:
+            return found[wanted], rank if found[wanted] else 0
+    return 0.0, 0
 
 
 def safetensors_answer(call: AnsweredCall) -> Answer:

@@ -28,6 +28,7 @@ from encoder_service.errors import (
     InvalidRequest,
     NotReady,
     PermissionDenied,
+    UnsupportedMediaType,
     VisionEncoderError,
 )
 from encoder_service.http.answers import Answer, AnsweredCall, FailedItem, Outcome
@@ -131,6 +132,11 @@ class EncodeEndpoint:
         """Everything but the last chunk: a caller that hangs up once it has that one has not left early.
         Returns the answer if none was begun."""
         self._check_page(request)
+        coding = request.headers.get("content-encoding", "identity")
+        if coding.strip().lower() not in ("", "identity"):
+            raise UnsupportedMediaType(
+                f"Content-Encoding is {reprlib.repr(coding)}, bodies are taken as they are: send none"
+            )
         deadline = Deadline(timeout_of(request))
         with self._access.gate.enter(call) as entry:
             backend, delivery = self._backend, self._delivery
@@ -180,9 +186,9 @@ class EncodeEndpoint:
             raise PermissionDenied(f"pages of this host name may not ask without TLS: {KNOWN_HOSTS}")
 
     async def _read(self, request: Request, backend: Backend, call: Call, entry: Entry) -> EncodeCall:
-        """Parses large bodies on a worker thread, one at a time, since the work is the interpreter's. Raises
-        InvalidRequest, BodyTooLarge, QueueFull, and as ``read_body``; never before the worker has ended, so
-        that the body stays counted."""
+        """Parses large bodies on a worker thread, one at a time, since the work is the interpreter's. Never
+        returns before the worker has ended, so that the body stays counted. Raises QueueFull, and as
+        ``read_body`` and ``parse_call``."""
         data = await read_body(request)
         entry.permit.add_bytes(len(data))
         content_type, limits = request.headers.get("content-type", ""), backend.max_file_bytes

@@ -23,6 +23,7 @@ from encoder_service.errors import (
     InvalidInput,
     InvalidRequest,
     UnsupportedContent,
+    UnsupportedMediaType,
 )
 from encoder_service.ops.http_requests import (
     data_uri_content,
@@ -195,7 +196,7 @@ class EncodeCall:
 
 def parse_call(content_type: str, data: bytes, max_file_bytes: Mapping[Modality, int]) -> EncodeCall:
     """content_type: the request's header. max_file_bytes: of one image and of one clip. Raises
-    InvalidRequest, BodyTooLarge."""
+    InvalidRequest, BodyTooLarge, UnsupportedMediaType."""
     kind, options = parse_options_header(content_type)
     if kind == MULTIPART_TYPE:
         return _from_multipart(options.get(b"boundary", b""), data)
@@ -205,7 +206,7 @@ def parse_call(content_type: str, data: bytes, max_file_bytes: Mapping[Modality,
         items = [_json_item(item, max_file_bytes[Modality(item.modality)]) for item in body.items]
         return EncodeCall(items, body.namespace, body.model)
     shown = content_type[:SHOWN_CHARS]
-    raise InvalidRequest(
+    raise UnsupportedMediaType(
         f"Content-Type is {shown!r}, taken are {JSON_TYPE.decode()} and {MULTIPART_TYPE.decode()}"
     )
 

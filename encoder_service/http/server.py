@@ -57,6 +57,7 @@ STATUSES = {
     403: "The token does not open the namespace.",
     404: "The model or the digest is unknown.",
     413: "The body is too large.",
+    415: "The body's type or its coding is not taken.",
     503: "Overloaded or not ready; `Retry-After` says when to ask again.",
     504: "The time of `X-Timeout-S` has passed, or the body came too slowly.",
 }

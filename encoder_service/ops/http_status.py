@@ -11,6 +11,7 @@ from encoder_service import errors
 HTTP_STATUS_BY_ERROR: dict[type[errors.VisionEncoderError], int] = {
     errors.InvalidInput: 400,
     errors.BodyTooLarge: 413,
+    errors.UnsupportedMediaType: 415,
     errors.Unauthenticated: 401,
     errors.PermissionDenied: 403,
     errors.NotFound: 404,

@@ -93,6 +93,29 @@ async def test_rows_are_the_pipeline_s_in_both_forms(rig: Rig, client: httpx.Asy
     assert requests(rig, "OK") == 2
 
 
+@pytest.mark.parametrize(
+    ("accept", "is_json"),
+    [
+        ("*/*", False),
+        ("", False),
+        ("application/json, text/plain, */*", True),  # what fetch libraries send
+        ("Application/JSON;charset=utf-8", True),
+        ("application/json;q=0.5, application/octet-stream;q=0.9", False),
+        ("application/octet-stream;q=0.5, application/json", True),
+        ("application/json;q=0", False),
+        ("application/octet-stream, application/json", False),
+        ("application/jsonx", False),
+        ("application/json;q=high", False),
+    ],
+)
+async def test_the_answer_has_the_form_that_the_caller_prefers(
+    client: httpx.AsyncClient, accept: str, is_json: bool
+) -> None:
+    answer = await post(client, fake_image(4, 4), headers={"accept": accept, "content-encoding": "identity"})
+    expected = "application/json" if is_json else "application/octet-stream"
+    assert answer.headers["content-type"] == expected
+
+
 async def test_a_bad_item_fails_alone(rig: Rig, client: httpx.AsyncClient) -> None:
     for headers in ({}, JSON):
         answer = await post(client, b"bad", fake_image(4, 4), b"worse", headers=headers)
@@ -128,6 +151,7 @@ async def test_the_status_of_one_item_is_its_own_and_of_several_200(
         ({"json": {"items": [{}], "model": "other"}}, 404, "UNKNOWN_MODEL"),
         ({"json": {"items": [{}], "namespace": "n" * 257}}, 400, "INVALID_REQUEST"),
         ({"content": b"x" * (MAX_BODY_BYTES + 1)}, 413, "BODY_TOO_LARGE"),
+        ({"files": {"image": b"x"}, "headers": {"content-encoding": "gzip"}}, 415, "UNSUPPORTED_MEDIA_TYPE"),
         ({"files": {"image": b"x"}, "headers": {"x-timeout-s": "soon"}}, 400, "INVALID_REQUEST"),
         ({"files": {"image": b"x"}, "headers": {"x-timeout-s": "-1"}}, 400, "INVALID_REQUEST"),
         ({"files": {"image": b"x"}, "headers": {"x-timeout-s": "nan"}}, 400, "INVALID_REQUEST"),
