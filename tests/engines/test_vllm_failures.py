@@ -122,13 +122,13 @@ class TestFaults:
         image, digest = new_picture()
         fake.script.grids[digest] = GRID
         fake.script.faults[digest] = Fault.HANG
-        num_read, num_cancelled = fake.num_calls["Fetch"], fake.num_cancelled["Fetch"]
+        num_hanging, num_cancelled = fake.num_hanging, fake.num_cancelled["Fetch"]
 
         async def leave() -> None:
             body = chat_body(with_pixels(ONE, [image]))
             async with httpx.AsyncClient(timeout=PATIENCE_S) as client:
                 asking = asyncio.create_task(client.post(f"{stack.vllm.url}/v1/chat/completions", json=body))
-                await asyncio.to_thread(wait_until, lambda: fake.num_calls["Fetch"] > num_read, "the read")
+                await asyncio.to_thread(wait_until, lambda: fake.num_hanging > num_hanging, "the read")
                 asking.cancel()
 
         asyncio.run(leave())
