@@ -178,7 +178,7 @@ def capture_graphs(model: ServedModel, settings: Settings) -> GraphRunner | None
 def failure_text(error: Exception, device: str) -> str:
     """What to do about an error of a library at the start."""
     text = first_line(error)
-    if isinstance(error, torch.OutOfMemoryError):
+    if isinstance(error, torch.OutOfMemoryError) and device != "cpu":
         free, total = torch.cuda.mem_get_info(device)
         return (
             f"{device} has too little memory: {free} of its {total} bytes are free; lower "

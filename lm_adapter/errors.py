@@ -178,11 +178,10 @@ class InvalidRequest(EncoderError, ValueError):
 class MissingDependency(EncoderError, ImportError):
     default_reason = "MISSING_DEPENDENCY"
 
-    def __init__(self, package: str, purpose: str, extra: str = "") -> None:
-        """extra: of the distribution, which has the package."""
-        remedy = f": pip install '.[{extra}]' in a checkout" if extra else ""
+    def __init__(self, package: str, purpose: str, remedy: str = "") -> None:
+        """remedy: the command that installs it."""
         super().__init__(
-            f"{purpose} needs the package {package}, which is not installed{remedy}",
+            f"{purpose} needs the package {package}, which is not installed" + (remedy and f": {remedy}"),
             details={"package": package},
         )
 

@@ -165,7 +165,9 @@ def load_driver() -> Any:
     try:
         from cuda.bindings import driver
     except ImportError as error:
-        raise MissingDependency("cuda-bindings", "mapping the encoder's device memory", "cuda") from error
+        raise MissingDependency(
+            "cuda-bindings", "mapping the encoder's device memory", "pip install '.[cuda]' in a checkout"
+        ) from error
     return driver
 
 

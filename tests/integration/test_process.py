@@ -107,8 +107,8 @@ def test_one_ready_line_then_info_and_health_then_sigterm_ends_with_zero(
     assert shown.exit_code == 0
     for text in ("qwen3_vl", "float32", "deepstack", "max_items_per_request", "inline"):
         assert text in shown.stdout
-    for library in ("fa4", "fa3", "varlen", "quack") if device.type == "cpu" else ():  # needs of a GPU
-        assert f"{library}: ConfigurationError: needs a CUDA device" in " ".join(shown.stdout.split())
+    if device.type == "cpu":
+        assert "none, the tower runs on the CPU" in " ".join(shown.stdout.split())
     assert client_command("health", "--server", process.target).stdout == "SERVING\n"
     assert process.end(signal.SIGTERM) == 0
     assert not ready_in(process.output.splitlines(keepends=True))

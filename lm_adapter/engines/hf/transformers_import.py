@@ -30,7 +30,9 @@ def import_transformers() -> Any:
 
         transformers = importlib.import_module("transformers")
     except ImportError as error:
-        raise MissingDependency(error.name or "transformers", "lm_adapter.engines.hf", "hf") from error
+        raise MissingDependency(
+            error.name or "transformers", "lm_adapter.engines.hf", "pip install '.[hf]' in a checkout"
+        ) from error
     if importlib.util.find_spec("torchvision") is None:
         return transformers
     try:

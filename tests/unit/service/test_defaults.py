@@ -172,7 +172,7 @@ def test_the_brokers_socket_is_named_after_the_port_in_a_private_folder(
     assert broker_path()[0] == f"{temporary}/50051.sock"
     runtime.mkdir()
     assert broker_path()[0] == f"{runtime}/vision-encoder/50051.sock"
-    assert broker_path(("10.0.0.5:50051",))[0] == f"{runtime}/vision-encoder/10.0.0.5-50051.sock"
+    assert defaults.default_path(("10.0.0.5:50051",)) == f"{runtime}/vision-encoder/10.0.0.5-50051.sock"
     assert broker_path(("unix:/run/e.sock",))[0] == "/run/e.sock.broker"
     assert broker_path(broker_path="")[0] == ""
     assert broker_path(broker_path="/b")[0] == "/b"
