@@ -1,4 +1,4 @@
-"""The examples against a service, as their first lines say. Those of engines run in the engines' tests."""
+"""The examples against a service. tests/engines runs vllm.sh; sglang.sh is not run."""
 
 from __future__ import annotations
 
