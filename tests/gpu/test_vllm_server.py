@@ -85,6 +85,30 @@ def stack(
         yield running
 
 
+def test_the_documents_commands(
+    tower: list[dict[str, Any]], images: list[bytes], checkpoint: Path, tmp_path: Path
+) -> None:
+    """Without an option that they do not have: the encoder is on the GPU in the checkpoint's dtype, and rows
+    come through device memory. Before the other servers, as this vLLM takes the memory that is left."""
+    with vllm.Encoder(checkpoint, None, tmp_path, device="cuda") as encoder:
+        server = vllm.VllmServer(checkpoint, None, {"target": encoder.target}, tmp_path, (), "cuda")
+        try:
+            server.wait_ready()
+            found = []
+            for case in CASES:
+                body = stacks.chat_body(with_pixels(case, images), model=str(checkpoint))
+                response = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=120)
+                assert response.status_code == 200, response.text
+                found.append(of_response(response.json()))
+        finally:
+            server.stop()
+        ready = next(line for line in encoder.log.splitlines() if re.search(r"\bready\b.*dtype=", line))
+    agree(tower, found, DTYPE)
+    assert re.findall(r"image rows come by (\w+):", server.log)[-1] == "device"
+    assert re.search(r"device=\S*cuda", ready), ready
+    assert re.search(r"dtype=bfloat16\b", ready), ready
+
+
 def test_p39_rows_give_the_tokens_of_the_tower(
     tower: list[dict[str, Any]], images: list[bytes], stack: Any
 ) -> None:
