@@ -72,7 +72,7 @@ def test_the_service_imports_without_a_gpu_package_traces_or_the_reference() -> 
 def test_a_probe_loads_nothing_that_takes_long() -> None:
     """Kubernetes may run one every few seconds in the service's own container."""
     wanted = ["encoder_service.cli", "grpc_health.v1.health_pb2_grpc", "lm_adapter.channel"]
-    import_without(["torch", "PIL", "fastapi", "structlog"], wanted)
+    import_without(["torch", "PIL", "fastapi", "structlog", "pydantic_settings"], wanted)
 
 
 def test_client_commands_need_the_adapters_dependencies_alone() -> None:

@@ -162,17 +162,28 @@ def thin(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 CLIENT = """
 import sys
 from importlib.metadata import entry_points
-from lm_adapter import ImageItem, VisionEncoderClient
+from lm_adapter import ImageItem, MissingDependency, VisionEncoderClient
 from lm_adapter.testing import FakeEncoder
 with FakeEncoder() as fake, VisionEncoderClient(fake.target) as client:
-    print(client.encode(ImageItem(b"x")).num_rows > 0, "torch" in sys.modules)
+    rows = client.encode(ImageItem(b"x"))
+    print(rows.num_rows > 0, "torch" in sys.modules)
+for call in (lambda: ImageItem.from_array(rows.numpy()), rows.torch):
+    try:
+        call()
+    except MissingDependency as error:
+        print(error)
 (plugin,) = entry_points(group="vllm.general_plugins")
 print(plugin.name, callable(plugin.load()))
 """
 
 
 def test_a_thin_install_is_a_client_and_an_engines_plugin(thin: Path) -> None:
-    assert run(thin / "python", "-I", "-c", CLIENT).splitlines() == ["True False", "vision_encoder True"]
+    assert run(thin / "python", "-I", "-c", CLIENT).splitlines() == [
+        "True False",
+        "an image from pixels needs the package pillow, which is not installed",
+        "EncodedRows.torch() needs the package torch, which is not installed",
+        "vision_encoder True",
+    ]
 
 
 @pytest.mark.parametrize("command", ["info", "serve", "--help"])

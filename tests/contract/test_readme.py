@@ -22,6 +22,7 @@ from lm_adapter import ImageItem, VisionEncoderClient
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
+TARGETS = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
 DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "deploy").glob("*.md")]
 ADDRESS, HTTP_ADDRESS = "127.0.0.1:50051", "127.0.0.1:8000"
 ENV = {
@@ -126,7 +127,8 @@ def test_the_demo_runs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_variables_of_the_documents_are_settings(document: Path) -> None:
-    """An unknown one stops a start."""
+def test_variables_and_targets_of_the_documents_exist(document: Path) -> None:
+    """An unknown variable stops a start."""
+    assert set(re.findall(r"`make(?: -\w+)* ([a-z][a-z-]*)", document.read_text())) <= {*TARGETS}
     known = {f"VE_{name.upper()}" for name in Settings.model_fields} | {"VE_NAME", "VE_CONFIG"}
     assert set(re.findall(r"\bVE_[A-Z0-9_]*[A-Z0-9]\b", document.read_text())) <= known

@@ -19,7 +19,6 @@ from blake3 import blake3
 from safetensors.torch import load
 
 from bench.harness.waiting import PATIENCE_S
-from encoder_service.ops import http_server
 from lm_adapter import ClipItem, EncodedRows, ImageItem, PreprocessOptions, UrlItem, VisionEncoderClient
 from tests.certificates import Authority
 from tests.engines.pictures import clip, data_url
@@ -257,20 +256,6 @@ def upload(service: RunningService, num_bytes: int, stated: int) -> Iterator[htt
 def test_a_body_above_the_limit_is_refused_before_it_is_sent(service: RunningService) -> None:
     with upload(service, 0, MAX_BODY_BYTES + 1) as connection:
         assert connection.getresponse().status == 413
-
-
-def test_a_body_that_comes_too_slowly(service: RunningService, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_server, "RECEIVE_S", 0.2)
-    monkeypatch.setattr(http_server, "LINGER_S", 0.0)
-    with upload(service, 10, 20) as connection:
-        answer = connection.getresponse()
-        assert answer.status == 504
-        assert b"10 bytes of 20 did" in answer.read()
-
-
-def test_more_items_than_a_call_may_have(client: httpx.Client) -> None:
-    files = [("image", b"x")] * 257
-    assert reason(client.post(ROUTE, files=files), 400) == "INVALID_REQUEST"
 
 
 def test_a_caller_that_leaves_is_not_answered(service: RunningService) -> None:

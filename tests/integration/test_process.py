@@ -175,36 +175,6 @@ def test_a_killed_server_leaves_a_socket_that_the_next_one_takes(
 
 
 @pytest.mark.without_device
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        (("--model", "/no/such/checkpoint"), "/no/such/checkpoint"),
-        (("--model", ".", "--listen", "nonsense"), "nonsense"),
-    ],
-)
-def test_p38_what_cannot_start_says_so_in_one_line(arguments: tuple[str, ...], text: str) -> None:
-    ended = command("serve", "--admin-listen", "", "--listen", "127.0.0.1:0", *arguments)
-    assert ended.returncode != 0
-    assert not ready_in(ended.stdout.splitlines(keepends=True))
-    assert "Traceback" not in ended.stderr
-    assert ended.stderr.splitlines()[-1].startswith("vision-encoder: cannot start: ")
-    assert text in ended.stderr.splitlines()[-1]
-
-
-@pytest.mark.without_device
-def test_a_model_that_is_not_served_is_refused_with_those_that_are(tmp_path: Path) -> None:
-    config = {"architectures": ["Qwen2_5_VLForConditionalGeneration"], "model_type": "qwen2_5_vl"}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    ended = command("serve", "--admin-listen", "", "--listen", "127.0.0.1:0", "--model", str(tmp_path))
-    assert ended.returncode != 0
-    line = ended.stderr.splitlines()[-1]
-    assert line.startswith(
-        "vision-encoder: cannot start: config.json has model_type 'qwen2_5_vl', needs one of qwen3_vl,"
-    )
-    assert "Qwen3.6" in line
-
-
-@pytest.mark.without_device
 @pytest.mark.parametrize("option", ["--listen", "--admin-listen", "--serve-sglang"])
 def test_a_second_service_on_a_host_says_which_option_gives_it_another_port(
     checkpoints: dict[str, Path], option: str

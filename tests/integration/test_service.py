@@ -82,19 +82,6 @@ def test_every_family_miss_hit_lookup_fetch_prefetch(
     assert not (tmp_path / "encoder.sock").exists()
 
 
-def test_p31_rows_are_the_same_alone_and_in_any_batch(client: VisionEncoderClient) -> None:
-    files = [photo(64 + 32 * index, 96) for index in range(6)]
-    alone = [
-        client.encode_one(ImageItem(data, digest=bytes([index]) * 32)) for index, data in enumerate(files)
-    ]
-    together = client.encode([ImageItem(data) for data in files])
-    for one, other in zip(alone, together, strict=True):
-        assert isinstance(other, EncodedRows)
-        assert other.tier is CacheTier.MISS
-        difference = np.linalg.norm(one.numpy() - other.numpy()) / np.linalg.norm(one.numpy())
-        assert difference < 1e-5
-
-
 def test_a_prefetch_until_encoded_says_what_became_of_each_item(service: RunningService) -> None:
     """A damaged file's header is sound: a plain prefetch would have announced it."""
     files = photo(150, 90), photo(90, 150)[:-400]

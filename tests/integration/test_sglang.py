@@ -10,7 +10,6 @@ import contextlib
 import http.client
 import http.server
 import io
-import json
 import re
 import threading
 from collections.abc import Iterator
@@ -31,8 +30,8 @@ from encoder_service.protocols.base import Backend
 from encoder_service.protocols.sglang.server import SglangServer
 from encoder_service.protocols.zmq_push import Sender
 from encoder_service.scheduler.admission import Admission
-from lm_adapter import CacheTier, ClipItem, EncodedRows, ImageItem, VisionEncoderClient
-from tests.engines.pictures import clip, data_url
+from lm_adapter import CacheTier, EncodedRows, ImageItem, VisionEncoderClient
+from tests.engines.pictures import data_url
 from tests.integration.conftest import RunningService, Serve
 from tests.integration.held import wait_until_free
 from tests.integration.images import photo
@@ -192,25 +191,6 @@ def test_rows_are_those_of_the_service(served: Served, receiver: Receiver) -> No
     assert served.service.metric('ve_requests_total{method="sglang/encode",status="OK"}') >= 1
 
 
-def test_clips_come_with_the_times_of_their_steps(served: Served, receiver: Receiver) -> None:
-    data = clip(3, num_frames=30, fps=6)
-    url = data_url(data, "video/mp4")
-    assert served.encode([url], receiver.port, modality="VIDEO").status_code == 200
-    fields, rows = receiver.message()
-    with VisionEncoderClient(served.service.target) as client:
-        (expected,) = client.encode([ClipItem(data)])
-    assert isinstance(expected, EncodedRows)
-    assert torch.equal(rows, expected.torch())
-    (times_s,) = fields["video_timestamps"]
-    frames_s = expected.timestamps_s
-    assert fields["grid_dim"] == [list(expected.grid_thw)]
-    assert times_s == [(first + last) / 2 for first, last in zip(frames_s[::2], frames_s[1::2], strict=True)]
-    assert len(times_s) == expected.grid_thw[0]
-
-
-# -- identity ------------------------------------------------------------------------------------------
-
-
 # -- what is refused -----------------------------------------------------------------------------------
 
 
@@ -241,36 +221,6 @@ def test_p46_rows_go_to_no_host_that_is_not_the_callers(served: Served) -> None:
         for path, content in requests.items():
             assert FOREIGN in message(served.http.post(path, json=content, headers=headers), 403)
     assert served.service.metric("ve_encoded_items_total") == before
-
-
-# -- peers that are gone -------------------------------------------------------------------------------
-
-
-def test_a_dead_receiver_costs_its_own_request(served: Served, receiver: Receiver) -> None:
-    with Receiver() as gone:
-        port = gone.port
-    assert "did not take" in message(served.encode([data_url(photo())], port), 504)
-    assert served.encode([data_url(photo())], receiver.port).status_code == 200
-    receiver.message()
-
-
-def test_a_caller_that_hangs_up_ends_its_encode(served: Served) -> None:
-    """While it waits for its receivers."""
-    url = served.http.base_url
-    body = {
-        "req_id": "x",
-        "modality": "IMAGE",
-        "num_parts": 1,
-        "part_idx": 0,
-        "mm_items": [data_url(photo())],
-    }
-    caller = http.client.HTTPConnection(url.host, url.port, timeout=PATIENCE_S)
-    with contextlib.closing(caller):
-        caller.request("POST", "/encode", json.dumps(body), {"Content-Type": "application/json"})
-        wait_until(lambda: len(served.server.awaited) == 1, "the encode")
-    wait_until(served.is_free, "the protocol's end of work")
-    cancelled = 've_requests_total{method="sglang/encode",status="CANCELLED"}'
-    wait_until(lambda: served.service.metric(cancelled) == 1, "the count of the request")
 
 
 # -- limits --------------------------------------------------------------------------------------------

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import re
-import uuid
 from collections.abc import Iterator
 
 import grpc
 import pytest
-import structlog
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanContext
 
 from encoder_service.ops import traces
-from encoder_service.ops.logs import RepeatedLines, configure_logs, stop_logs
-from encoder_service.rpc import observed
-from encoder_service.rpc.observed import MAX_FAILURES
 from lm_adapter import EncodedRows, ImageItem, ItemFailed, VisionEncoderClient
 from tests.integration.conftest import RunningService
 from tests.integration.images import photo
@@ -47,31 +41,6 @@ def test_a_callers_request_id_comes_back(stub: encoder_pb2_grpc.VisionEncoderStu
     made_up = dict(unary.trailing_metadata())["x-request-id"]
     assert isinstance(made_up, str)
     assert re.fullmatch(r"[0-9a-f]{32}", made_up)
-
-
-def test_each_failed_item_has_one_line_with_its_reason_and_its_own_calls_id(
-    stub: encoder_pb2_grpc.VisionEncoderStub,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(observed, "failure_lines", RepeatedLines())
-    configure_logs("json", "info")
-    structlog.configure(cache_logger_on_first_use=False)
-    request = encode_request(photo(), b"no image", photo(), b"neither")
-    ids = [uuid.uuid4().hex for _ in range(MAX_FAILURES // 2)]
-    calls = [stub.Encode(request, metadata=(("x-request-id", one),), timeout=60) for one in ids]
-    for call in calls:
-        list(call)
-    stop_logs()
-    structlog.reset_defaults()
-    found = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
-    failed = [line for line in found if line["event"] == "item failed" and line["request_id"] in ids]
-    assert sorted((line["request_id"], line["item"]) for line in failed) == sorted(
-        (one, item) for one in ids for item in (1, 3)
-    )
-    assert {(line["method"], line["level"], line["reason"]) for line in failed} == {
-        ("Encode", "warning", "UNDECODABLE_IMAGE")
-    }
 
 
 def test_every_stage_that_an_encode_passes_has_its_time(service: RunningService) -> None:

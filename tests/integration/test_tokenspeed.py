@@ -245,19 +245,6 @@ def test_p33_a_message_with_a_long_part_ends_its_connection_alone(served: Served
         assert rank.status() == (room, SUCCESS)
 
 
-def test_p46_rows_that_no_rank_requests_refuse_further_items_of_gateways_alone(served: Served) -> None:
-    """60 times 18 KiB of 1 MiB."""
-    rooms = [new_room() for _ in range(61)]
-    with Rank(served.bootstrap) as rank, VisionEncoderClient(served.service.target) as client:
-        encode(served.channel, [image(random_pixels()) for _ in rooms[:60]], rooms[:60])
-        assert "wait to be read, at most 1048576 may" in served.refusal([image(NAN)], rooms[60])
-        client.encode_one(ImageItem(photo()))
-        for room in rooms:
-            rank.want(room)
-        statuses = dict(rank.status() for _ in rooms)
-    assert statuses == dict.fromkeys(rooms, SUCCESS) | {rooms[60]: FAILED}
-
-
 def test_p37_a_stop_waits_for_ranks_and_tells_those_that_are_left(serve: Serve, folder: Path) -> None:
     rooms = [new_room(), new_room()]
     with contextlib.ExitStack() as stack:

@@ -18,7 +18,7 @@ from lm_adapter import (
     UrlItem,
     VisionEncoderClient,
 )
-from tests.integration.conftest import RunningService, Serve
+from tests.integration.conftest import Serve
 from tests.integration.held import wait_until_free
 from tests.integration.images import photo
 from tests.integration.web import Files
@@ -40,14 +40,6 @@ def reason(outcome: Outcome | PrefetchStatus) -> str:
 def rows(outcome: Outcome) -> EncodedRows:
     assert isinstance(outcome, EncodedRows), outcome
     return outcome
-
-
-def test_a_service_without_a_list_fails_the_item_alone(service: RunningService, images: Files) -> None:
-    with VisionEncoderClient(service.target, timeout_s=60) as client:
-        refused, encoded = client.encode([UrlItem(f"{images.base}/a"), ImageItem(photo(40, 40))])
-    assert reason(refused) == "UNSUPPORTED_CONTENT"
-    assert rows(encoded).num_rows
-    assert not images.requested
 
 
 def test_a_list_without_a_network_reaches_nothing_inside(serve: Serve, images: Files) -> None:

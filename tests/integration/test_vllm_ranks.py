@@ -33,7 +33,7 @@ from lm_adapter.engines.vllm.rank_socket import (
 )
 from lm_adapter.errors import EncoderError, InvalidRequest, ItemFailed
 from lm_adapter.items import Grid
-from lm_adapter.testing import FakeEncoder, FakeScript, Fault, fake_model, fake_rows
+from lm_adapter.testing import FakeEncoder, Fault, fake_rows
 from tests.unit.lm_adapter.connector_rig import BUSY, Engine, Image, Request, engine_config
 
 BROKEN = "INTERNAL: the connection to a worker of the engine broke"
@@ -193,31 +193,7 @@ def test_p22_p33_wrong_rows_fail_their_image_alone(
     serve(engine, bad)
 
 
-def test_p22_an_encoder_of_another_model_is_refused_and_a_new_one_is_compared_with_its_own(
-    encoder: FakeEncoder, engine: Engine
-) -> None:
-    """By the ranks, whose first contact with an encoder comes after the scheduler's."""
-    encoder.script.model = fake_model("qwen3_vl", out_width=64)
-    failure = engine.failure(engine.request(new_image(encoder)))
-    assert "rows of 256 elements, vLLM's model takes 128" in failure
-    encoder.stop()
-    encoder.script = FakeScript()
-    encoder.start()
-    serve(engine, new_image(encoder))
-
-
 # Encoders that fail ---------------------------------------------------------------------------------------
-
-
-def test_p32_rows_that_ranks_find_gone_are_encoded_once_and_ordered_again(
-    encoder: FakeEncoder, engine: Engine
-) -> None:
-    gone = ItemFailed("no rows have this key", reason="UNKNOWN_KEY", status=5)
-    encoder.script.call_failures["Fetch"] = (grpc.StatusCode.NOT_FOUND, gone)
-    assert engine.failure(engine.request(new_image(encoder))).startswith("UNKNOWN_KEY: ")
-    assert encoder.num_calls["Prefetch"] == 2
-    assert encoder.num_calls["Encode"] == 0  # rows go to ranks alone
-    engine.wait_empty()
 
 
 def test_p32_an_encoder_that_restarts_between_prefetch_and_read_is_asked_again(

@@ -99,20 +99,6 @@ def test_two_batches_are_in_flight_and_no_third(rig: Rig) -> None:
     assert rig.launcher.most_in_flight == 2
 
 
-def test_batches_are_answered_in_the_order_they_were_launched(rig: Rig) -> None:
-    order: list[int] = []
-    futures = [rig.submit(float(value)) for value in range(2)]
-    for value, future in enumerate(futures):
-        future.add_done_callback(lambda _, value=value: order.append(value))  # type: ignore[misc]
-    rig.engine.start()
-    rig.batch(1).end()
-    assert not futures[1].done()
-    rig.batch(0).end()
-    assert [rows_value(future) for future in futures] == [0, 1]
-    wait_until(lambda: len(order) == 2)
-    assert order == [0, 1]
-
-
 def test_p33_a_poisoned_batch_is_split_while_another_is_in_flight() -> None:
     rig = Rig(items_per_batch=4)
     rig.planner.batch_us = 600e6  # until the batch is full

@@ -78,9 +78,6 @@ def test_options_out_of_bounds(preprocessor: Preprocessor, given: dict[str, Any]
         preprocessor.check_options(Modality.IMAGE, options)
 
 
-# Grids
-
-
 # Loading
 
 

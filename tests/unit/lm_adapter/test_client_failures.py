@@ -20,7 +20,6 @@ from lm_adapter import (
     CallFailed,
     DeadlineExceeded,
     EncoderFault,
-    EncoderOverloaded,
     EncoderUnavailable,
     ImageItem,
     InvalidRows,
@@ -118,30 +117,6 @@ def test_p22_p32_a_failed_item_brings_its_reason_and_no_other_fails(
         client.encode_one(image(1))
     (status,) = client.prefetch([image(1)])
     assert status.reason == "IMAGE_TOO_LARGE"
-
-
-@pytest.mark.parametrize(
-    ("status", "kind"),
-    [
-        (grpc.StatusCode.RESOURCE_EXHAUSTED, EncoderOverloaded),
-        (grpc.StatusCode.UNAVAILABLE, EncoderUnavailable),
-        (grpc.StatusCode.INVALID_ARGUMENT, RequestRefused),
-    ],
-)
-@pytest.mark.parametrize("method", ["Encode", "Prefetch", "Lookup", "Fetch"])
-def test_p32_a_refused_call_brings_the_services_reason(
-    fake: FakeEncoder, open_client: Open, status: grpc.StatusCode, kind: type[CallFailed], method: str
-) -> None:
-    account = ItemFailed("why", reason="SOME_REASON", status=1, retryable=True, retry_after_ms=75)
-    fake.script.call_failures[method] = (status, account)
-    argument = [digest_of(0)] if method in ("Lookup", "Fetch") else [image(0)]
-    with pytest.raises(kind, match="why") as caught:
-        getattr(open_client(waits=False), method.lower())(argument)
-    assert (caught.value.reason, caught.value.retryable, caught.value.retry_after_ms) == (
-        "SOME_REASON",
-        True,
-        75,
-    )
 
 
 def test_an_unknown_model_is_refused(open_client: Open) -> None:
@@ -328,31 +303,6 @@ def test_closing_ends_the_calls_of_every_thread_wherever_they_wait(fake: FakeEnc
     broker.close()
     assert time.monotonic() - started < 5
     assert [type(failure) for failure in failures] == [CallCancelled] * len(threads)
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_a_call_that_begins_while_the_client_closes_ends(fake: FakeEncoder, seed: int) -> None:
-    client = VisionEncoderClient(fake.target)
-    client.info()
-    failures: list[BaseException] = []
-
-    def call_until_closed() -> None:
-        try:
-            while True:
-                client.lookup([digest_of(0)])
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=call_until_closed, daemon=True) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    time.sleep(0.01 * seed)
-    client.close()
-    for thread in threads:
-        thread.join(60)
-        assert not thread.is_alive(), "a call hangs"
-    assert [type(failure) for failure in failures] == [CallCancelled] * len(threads)
-    client.close()
 
 
 async def test_closing_under_an_async_call_cancels_it(fake: FakeEncoder) -> None:

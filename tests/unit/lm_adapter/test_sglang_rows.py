@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections.abc import Iterator
 
 import numpy as np
@@ -16,7 +15,7 @@ from lm_adapter.engines.sglang.settings import Settings
 from lm_adapter.engines.shared.checkpoint import VisionInterface
 from lm_adapter.engines.shared.geometry import Geometry
 from lm_adapter.engines.shared.images import ImageFile
-from lm_adapter.errors import DeadlineExceeded, EncoderError, InvalidRequest, InvalidRows, ModelMismatch
+from lm_adapter.errors import DeadlineExceeded, EncoderError, InvalidRequest, InvalidRows
 from lm_adapter.items import Grid
 from lm_adapter.keys import content_digest
 from lm_adapter.testing import FakeEncoder, Fault, fake_model, fake_rows
@@ -62,34 +61,9 @@ async def test_rows_of_each_image_in_order(fake: FakeEncoder, reader: RowReader)
     assert rows[0].key == rows[2].key != rows[1].key
 
 
-async def test_p22_rows_that_contradict_the_result_are_refused(fake: FakeEncoder, reader: RowReader) -> None:
-    bad = image(b"\0")
-    fake.script.faults[bad.digest] = Fault.WRONG_WIDTH
-    with pytest.raises(InvalidRows) as refused:
-        await read(reader, [image(b"\1"), bad], [GRID, GRID])
-    assert refused.value.field == "width"
-    assert await read(reader, [image(b"\1")], [GRID])
-
-
 async def test_p11_rows_of_another_grid_are_refused(reader: RowReader) -> None:
     with pytest.raises(InvalidRows, match=r"\(1, 4, 6\), expected \(1, 6, 4\)"):  # as many rows
         await read(reader, [image(b"\0")], [Grid(1, 6, 4)])
-
-
-async def test_p22_an_encoder_that_is_replaced_by_one_of_another_model(
-    fake: FakeEncoder, reader: RowReader
-) -> None:
-    """The client holds the former one's description."""
-    await read(reader, [image(b"\0")], [GRID])
-    model = fake.script.model
-    fake.script.model = dataclasses.replace(model, dtype="bfloat16")
-    fake.restart()
-    for number in (1, 2):
-        with pytest.raises(ModelMismatch, match="in bfloat16, SGLang's model takes float32"):
-            await read(reader, [image(bytes([number]))], [GRID])
-    fake.script.model = model
-    fake.restart()
-    assert await read(reader, [image(b"\3")], [GRID])
 
 
 async def test_p32_an_encoder_that_is_away_or_slow_fails_in_time(fake: FakeEncoder) -> None:

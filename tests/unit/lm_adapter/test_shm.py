@@ -104,15 +104,6 @@ def test_a_file_without_a_digest_is_hashed_here_and_sent_with_its_digest(
     assert encoder.requests("Encode")[1].items[0].content_digest == b"", "the service hashes large files"
 
 
-def test_what_is_not_listed_is_asked_for_beside_what_is(encoder: Encoder, open_client: Open) -> None:
-    client = attached(open_client)
-    client.encode([image(0), image(2)])
-    outcomes = client.encode([image(index) for index in range(4)])
-    for index, outcome in enumerate(outcomes):
-        assert_rows_of(outcome, digest_of(index))
-    assert [len(request.items) for request in encoder.requests("Encode")] == [2, 2]
-
-
 def test_reads_are_reported_in_batches(encoder: Encoder, open_client: Open) -> None:
     client = attached(open_client)
     placed = client.encode_one(image(0))

@@ -182,14 +182,3 @@ def test_requests_without_an_api_server_are_reported_to_nobody(
     monkeypatch.setattr(failures_module, "socket", None)
     send_report("", "request", ERROR)
     assert caplog.records == []
-
-
-def test_each_api_server_hears_its_own_reports(failures: Failures) -> None:
-    other = Failures()
-    try:
-        assert other.name != failures.name
-        send_report(other.name, "chatcmpl-1", ERROR)
-        assert failures.take("chatcmpl-1") is None
-        assert other.take("chatcmpl-1") is not None
-    finally:
-        other.close()

@@ -1,8 +1,7 @@
-"""Which versions of vLLM the plugin takes, in a made-up tree of vLLM's modules."""
+"""Which versions of vLLM the plugin takes. What it uses of the real one is compared in ``tests/engines``."""
 
 from __future__ import annotations
 
-import inspect
 import logging
 import sys
 from collections.abc import Callable, Iterator
@@ -12,45 +11,26 @@ from typing import Any
 import pytest
 
 from lm_adapter.engines.vllm import interfaces, models
-from lm_adapter.engines.vllm.interfaces import CALLED, OVERRIDDEN, refusal
+from lm_adapter.engines.vllm.interfaces import refusal
 from lm_adapter.errors import InvalidRequest
 
 NEWER = "0.34.1"
-
-
-def callable_with(parameters: str) -> Callable[..., None]:
-    """Takes these, after ``self``."""
-
-    def stand_in() -> None: ...
-
-    names = ["self", *(name for name in parameters.split(", ") if name)]
-    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    stand_in.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        [inspect.Parameter(name, kind) for name in names]
-    )
-    return stand_in
+MODULE = "vllm.stand_in"
 
 
 @pytest.fixture
-def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """All that the tables name."""
-    for table in (CALLED, OVERRIDDEN):
-        for name, entries in table.items():
-            if name not in sys.modules or not isinstance(sys.modules[name], ModuleType):
-                monkeypatch.setitem(sys.modules, name, ModuleType(name))
-            for entry in entries:
-                path, _, parameters = entry.rstrip(")").partition("(")
-                *owners, last = path.split(".")
-                owner: Any = sys.modules[name]
-                for part in owners:
-                    if not hasattr(owner, part):
-                        setattr(owner, part, type(part, (), {}))
-                    owner = getattr(owner, part)
-                if last not in vars(owner):
-                    setattr(owner, last, type(last, (), {}))
-                vars(owner)[last].__signature__ = inspect.signature(callable_with(parameters))
+def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A module of vLLM with a function that the plugin calls, and one that it replaces."""
+    module: Any = ModuleType(MODULE)
+    module.called, module.replaced = lambda a, b: None, lambda a: None
+    package: Any = ModuleType("vllm")
+    package.__version__, package.ModelRegistry = NEWER, None
+    monkeypatch.setitem(sys.modules, "vllm", package)
+    monkeypatch.setitem(sys.modules, MODULE, module)
+    monkeypatch.setattr(interfaces, "CALLED", {MODULE: ("called(a, b)",)})
+    monkeypatch.setattr(interfaces, "OVERRIDDEN", {MODULE: ("replaced(a)",)})
     refusal.cache_clear()
-    yield sys.modules["vllm"]
+    yield module
     refusal.cache_clear()
 
 
@@ -63,8 +43,10 @@ def test_tested_versions_are_taken_as_they_are(version: str, caplog: pytest.LogC
 
 @pytest.mark.parametrize("version", ["0.34.0", "1.0.0", "0.100.0.dev3+g12345", "dev"])
 def test_a_newer_version_with_the_same_interfaces_is_taken_with_a_warning(
-    version: str, vllm: ModuleType, caplog: pytest.LogCaptureFixture
+    version: str, vllm: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """A function with further parameters can still be called."""
+    vllm.called = lambda a, b, more: None
     assert refusal(version) == ""
     assert refusal(version) == ""
     (record,) = caplog.records
@@ -72,52 +54,37 @@ def test_a_newer_version_with_the_same_interfaces_is_taken_with_a_warning(
     assert f"vLLM is {version}, this plugin was tested with 0.32 and 0.33" in record.getMessage()
 
 
-def test_an_older_version_is_refused(vllm: ModuleType) -> None:
+def test_an_older_version_is_refused(vllm: Any) -> None:
     for version in ("0.31.2", "0.9.1"):
         assert refusal(version) == (
             f"vLLM is {version}, this plugin was tested with 0.32 and 0.33: install one of these"
         )
 
 
-def remove(vllm: ModuleType) -> None:
-    del sys.modules["vllm.multimodal.media"].MediaConnector.load_from_url_async  # type: ignore[attr-defined]
-
-
-def remove_module(vllm: ModuleType) -> None:
-    sys.modules["vllm.v1.core.encoder_cache_manager"] = None  # type: ignore[assignment]
-
-
-def give_more(vllm: ModuleType) -> None:
-    serving: Any = sys.modules["vllm.entrypoints.generate.base.serving"]
-    serving.GenerateBaseServing._raise_if_error = callable_with("finish_reason, request_id, error")
-
-
-def take_less(vllm: ModuleType) -> None:
-    manager: Any = sys.modules["vllm.multimodal.inputs"]
-    manager.MultiModalFieldConfig.batched = callable_with("modality")
+def hidden(name: str) -> None:
+    modules: dict[str, Any] = sys.modules
+    modules[name] = None
 
 
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        (remove, "its vllm.multimodal.media has no MediaConnector.load_from_url_async"),
-        (remove_module, "its module vllm.v1.core.encoder_cache_manager cannot be imported"),
+        (lambda module: delattr(module, "called"), f"its {MODULE} has no called"),
+        (lambda _: hidden(MODULE), f"its module {MODULE} cannot be imported"),
         (
-            give_more,
-            "vllm.entrypoints.generate.base.serving.GenerateBaseServing._raise_if_error takes "
-            "(finish_reason, request_id, error), where it was (finish_reason, request_id)",
+            lambda module: setattr(module, "replaced", lambda a, more: None),
+            f"{MODULE}.replaced takes (a, more), where it was (a)",
         ),
-        (take_less, "MultiModalFieldConfig.batched takes (modality), where it was (modality, keep_on_cpu)"),
+        (
+            lambda module: setattr(module, "called", lambda a: None),
+            f"{MODULE}.called takes (a), where it was (a, b)",
+        ),
     ],
 )
 def test_a_newer_version_that_differs_is_refused(
-    change: Callable[[ModuleType], None],
-    text: str,
-    vllm: ModuleType,
-    caplog: pytest.LogCaptureFixture,
+    change: Callable[[Any], None], text: str, vllm: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The plugin registers nothing, so that a vLLM without the connector runs; the connector says why."""
-    vllm.__version__ = NEWER  # type: ignore[attr-defined]
     change(vllm)
     models.register()
     with pytest.raises(InvalidRequest, match="newer release of this plugin") as refused:
@@ -126,9 +93,3 @@ def test_a_newer_version_that_differs_is_refused(
     assert "tested with 0.32 and 0.33" in refused.value.message
     (record,) = caplog.records
     assert text in record.getMessage()
-
-
-def test_a_method_with_further_parameters_can_still_be_called(vllm: ModuleType) -> None:
-    fields: Any = sys.modules["vllm.multimodal.inputs"]
-    fields.MultiModalFieldConfig.batched = callable_with("modality, keep_on_cpu, more")
-    assert interfaces.first_difference() == ""

@@ -81,18 +81,6 @@ def test_options_are_parsed_as_the_environment_is_and_win_over_it(monkeypatch: p
     assert settings.isolated_namespaces == {"a": (1 << 20,), "b": ((1 << 20) + 1,)}
 
 
-@pytest.mark.parametrize("command", ["serve", "health"])
-def test_help_imports_no_tensors_and_a_probe_no_settings(command: str) -> None:
-    code = f"""
-import sys
-from encoder_service.cli import app
-app(["{command}", "--help"], standalone_mode=False)
-print(sorted({{"torch", "pydantic_settings"}} & set(sys.modules)))
-"""
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert ended.stdout.endswith("['pydantic_settings']\n" if command == "serve" else "[]\n")
-
-
 @pytest.mark.parametrize(
     ("given", "text"),
     [
