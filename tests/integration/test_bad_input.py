@@ -94,24 +94,11 @@ def test_whole_calls_that_cannot_be_read(service: RunningService) -> None:
         assert list(stub.Encode(pb.EncodeRequest(items=[good]), timeout=30))
 
 
-def test_p33_bytes_that_are_no_message(service: RunningService) -> None:
-    with grpc.insecure_channel(service.target) as channel:
-        encode = channel.unary_stream("/vision_encoder.v1.VisionEncoder/Encode")
-        for garbage in (b"\xff" * (1 << 20), b"\x0a"):
-            with pytest.raises(grpc.RpcError, match="are not a valid vision_encoder"):
-                list(encode(garbage, timeout=30))
-        good = pb.EncodeRequest(items=[pb.Item(modality=pb.MODALITY_IMAGE, encoded=photo())])
-        assert list(encode(good.SerializeToString(), timeout=30))
-
-
 def test_oversize_messages(serve: Serve) -> None:
+    """What the adapter itself does not send is in tests/unit/lm_adapter/test_client.py."""
     settings = {"max_message_bytes": 1 << 20, "max_encoded_bytes": 32768}
     with serve(**settings) as found:
         with VisionEncoderClient(found.target, timeout_s=30) as client:
-            too_long, good = client.encode([ImageItem(bytes(3 << 20)), ImageItem(photo(40, 40))])
-            assert isinstance(too_long, ItemFailed)
-            assert "1048576" in too_long.message
-            assert isinstance(good, EncodedRows)
             assert_fails_alone(client, ImageItem(photo(256, 256, "BMP")), "IMAGE_TOO_LARGE")
         with connected(found) as stub:
             huge = pb.Item(modality=pb.MODALITY_IMAGE, encoded=bytes(3 << 20))

@@ -7,7 +7,6 @@ arenas are host memory; ``--device cuda:0`` runs the same on device memory.
 from __future__ import annotations
 
 import secrets
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,14 +25,14 @@ from tests.integration.conftest import RunningService, Serve, connected, tokens_
 from tests.integration.held import wait_until_free
 from tests.integration.images import photo
 from tests.reference_reader import reader_of
+from tests.unit.transport.broker_rig import socket_folder
 from vision_encoder.v1 import encoder_pb2 as pb
 
 
 @pytest.fixture
 def socket_path() -> Iterator[str]:
-    """Its folder's name is short: a unix socket's path has at most 107 bytes."""
-    with tempfile.TemporaryDirectory(prefix="ve-") as folder:
-        yield f"{folder}/b.sock"
+    with socket_folder() as folder:
+        yield str(folder / "b.sock")
 
 
 @pytest.fixture

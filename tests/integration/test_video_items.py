@@ -24,7 +24,7 @@ from lm_adapter import (
 )
 from lm_adapter import VisionEncoderClient as Client
 from tests.integration.conftest import FAMILIES, RunningService, Serve, running
-from tests.integration.test_process import command
+from tests.integration.test_process import client_command
 from tests.unit.ingest import clip_files, image_files
 
 CPU = torch.device("cpu")
@@ -132,23 +132,16 @@ def test_the_command_line_encodes_clips(service: RunningService, tmp_path: Path)
     (tmp_path / "clip.mp4").write_bytes(clip())
     (tmp_path / "moving.gif").write_bytes(clip_files.encode(clip_files.moving(12), "gif.gif", fps=4))
     out = tmp_path / "rows.safetensors"
-    given = (
-        "encode",
-        "--server",
-        service.target,
-        tmp_path / "clip.mp4",
-        tmp_path / "moving.gif",
-        "--out",
-        out,
-    )
-    whole = command(*given, "--clip", "--fps", "1")
-    assert whole.returncode == 0, whole.stderr
+    files = tmp_path / "clip.mp4", tmp_path / "moving.gif"
+    given = ("encode", "--server", service.target, *files, "--out", out)
+    whole = client_command(*given, "--clip", "--fps", "1")
+    assert whole.exit_code == 0, whole.stderr
     with safe_open(out, "pt") as rows:
         assert len(rows.get_tensor("timestamps_s.0")) == 4
         assert rows.get_tensor("grid_thw.0")[0] == 2
         assert len(rows.get_tensor("timestamps_s.1")) == 4
-    still_gif = command(*given)
-    assert still_gif.returncode == 0, still_gif.stderr
+    still_gif = client_command(*given)
+    assert still_gif.exit_code == 0, still_gif.stderr
     with safe_open(out, "pt") as rows:
         assert "timestamps_s.0" in rows.keys()  # noqa: SIM118
         assert "timestamps_s.1" not in rows.keys()  # noqa: SIM118

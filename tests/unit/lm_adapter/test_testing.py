@@ -41,14 +41,3 @@ def test_items_are_refused_with_the_services_reasons(item: pb.Item, reason: str)
         assert event.failure.reason == reason
         (status,) = stub.Prefetch(pb.PrefetchRequest(items=[item]), timeout=5).statuses
         assert status.failure.reason == reason
-
-
-def test_the_health_packages_client_understands_it() -> None:
-    health_pb2 = pytest.importorskip("grpc_health.v1.health_pb2")
-    health_pb2_grpc = pytest.importorskip("grpc_health.v1.health_pb2_grpc")
-    with FakeEncoder() as fake, grpc.insecure_channel(fake.target) as channel:
-        stub = health_pb2_grpc.HealthStub(channel)
-        request = health_pb2.HealthCheckRequest(service="vision_encoder.v1.VisionEncoder")
-        assert stub.Check(request, timeout=5).status == health_pb2.HealthCheckResponse.SERVING
-        fake.script.serving = False
-        assert stub.Check(request, timeout=5).status == health_pb2.HealthCheckResponse.NOT_SERVING

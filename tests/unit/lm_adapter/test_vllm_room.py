@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-import random
 from dataclasses import dataclass
-
-import pytest
 
 from lm_adapter.engines.vllm.scheduler.room import Room
 
@@ -65,40 +61,3 @@ def test_one_that_goes_first_is_behind_the_one_that_is_served_in_portions() -> N
     serve(room)
     assert room.waiters == [waiting]
     assert first.taken == 4
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_everybody_is_served_in_order_whatever_they_need(seed: int) -> None:
-    """Each gives back what it has in parts; nobody gets more than is free, and nobody starves."""
-    choice = random.Random(seed)
-    room: Room[Waiter] = Room(10)
-    names = itertools.count()
-    holding: list[Waiter] = []
-    served: list[int] = []
-    joined: list[int] = []
-
-    def step() -> None:
-        before = room.waiters
-        serve(room)
-        served.extend(waiter.name for waiter in before[: len(before) - len(room.waiters)])
-        holding.extend(waiter for waiter in before if waiter.taken and waiter not in holding)
-        assert 0 <= room.used_bytes <= room.max_bytes
-        assert room.used_bytes == sum(waiter.taken for waiter in holding)
-        in_portions = [waiter for waiter in room.waiters if room.is_in_portions(waiter)]
-        assert in_portions in ([], room.waiters[:1])
-        assert all(not waiter.taken for waiter in room.waiters if waiter not in in_portions)
-
-    for _ in range(300):
-        if choice.random() < 0.5:
-            waiter = Waiter(room, next(names), choice.choice([1, 3, 7, 25]))
-            room.join(waiter, goes_first=False)
-            joined.append(waiter.name)
-        elif holding:
-            waiter = choice.choice(holding)
-            waiter.give_back(choice.randint(0, waiter.taken))
-        step()
-    while room.is_awaited or room.used_bytes:
-        for waiter in holding:
-            waiter.give_back(waiter.taken)
-        step()
-    assert served == joined
