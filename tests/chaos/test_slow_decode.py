@@ -10,12 +10,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import grpc
 import pytest
 import torch
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 from PIL import Image
 
 from bench.harness.waiting import wait_until
@@ -24,6 +22,7 @@ from encoder_service.rpc.server import SERVICE
 from encoder_service.types import LoadedPixels, PreprocessOptions
 from lm_adapter import DeadlineExceeded, ImageItem, ItemFailed, VisionEncoderClient
 from tests.integration.conftest import RunningService, running
+from tests.integration.health import health_of
 from tests.integration.held import held, wait_until_free
 from tests.integration.images import photo
 from vision_encoder.v1 import encoder_pb2 as pb
@@ -72,13 +71,6 @@ def noise() -> bytes:
     return out.getvalue()
 
 
-def is_serving(channel: grpc.Channel) -> bool:
-    request = health_pb2.HealthCheckRequest(service=SERVICE)
-    stub: Any = health_pb2_grpc.HealthStub(channel)
-    answer = stub.Check(request, timeout=5)
-    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
-
-
 def refusal(call: Iterator[pb.ItemEvent]) -> str:
     """Why a call's only item, or the call, is refused."""
     try:
@@ -114,7 +106,7 @@ def test_p34_p17_with_every_thread_busy_the_rest_waits_bounded_and_in_time(
         slow = [stub.Encode(request_of(slow_photo()), timeout=LIMIT_S) for _ in range(INGEST_THREADS)]
         wait_until(lambda: num_waiting() == INGEST_THREADS)
 
-        assert is_serving(channel)
+        assert health_of(found.target, SERVICE) == 1
         assert client.encode_one(ImageItem(image)).key == resident.key
         started_s = time.monotonic()
         with pytest.raises((DeadlineExceeded, ItemFailed), match="deadline"):

@@ -11,12 +11,11 @@ from collections.abc import Iterator
 import grpc
 import httpx
 import pytest
-from grpc_health.v1 import health_pb2
 
 from encoder_service.rpc import convert
 from lm_adapter import CallFailed, EncodedRows, ImageItem, ItemFailed, VisionEncoderClient
 from tests.integration.conftest import RunningService, Serve
-from tests.integration.health import health_stub
+from tests.integration.health import health_of
 from tests.integration.images import photo
 from vision_encoder.v1 import encoder_pb2 as pb
 from vision_encoder.v1 import encoder_pb2_grpc
@@ -72,12 +71,6 @@ class Load:
             time.sleep(0.02)
 
 
-def health(target: str) -> int:
-    with grpc.insecure_channel(target, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
-        stub = health_stub(channel)
-        return int(stub.Check(health_pb2.HealthCheckRequest(), timeout=10).status)
-
-
 def test_p37_readiness_drops_first_and_what_was_accepted_finishes(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -116,7 +109,7 @@ def test_p37_readiness_drops_first_and_what_was_accepted_finishes(
 def probes(found: RunningService) -> dict[str, object]:
     admin = f"http://{found.service.addresses['admin']}"
     return {
-        "health": health(found.target),
+        "health": health_of(found.target),
         "readyz": httpx.get(f"{admin}/readyz", timeout=10).status_code,
         "healthz": httpx.get(f"{admin}/healthz", timeout=10).status_code,
     }

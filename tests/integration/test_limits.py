@@ -16,7 +16,6 @@ import grpc
 import pytest
 from google.rpc.error_details_pb2 import RetryInfo
 from google.rpc.status_pb2 import Status
-from grpc_health.v1 import health_pb2
 
 from bench.harness.waiting import wait_until
 from encoder_service.pipeline import EncodeResult, Pipeline
@@ -25,7 +24,7 @@ from encoder_service.types import Item
 from lm_adapter import EncodedRows, EncoderOverloaded, ImageItem, VisionEncoderClient
 from lm_adapter.channel import channel_options
 from tests.integration.conftest import RunningService, Serve, connected
-from tests.integration.health import health_stub
+from tests.integration.health import health_of
 from tests.integration.held import held, wait_until_free
 from tests.integration.images import photo
 from vision_encoder.v1 import encoder_pb2 as pb
@@ -81,7 +80,7 @@ def test_p17_calls_over_the_bound_are_told_when_to_come_again(serve: Serve) -> N
             assert Status.FromString(packed).details[1].Unpack(advice)
             assert advice.retry_delay.ToMilliseconds() == caught.value.retry_after_ms
             # p36: health answers beside full house
-            assert health_stub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10).status == 1
+            assert health_of(found.target) == 1
             assert found.metric("ve_open_calls") == 3
             calls[0].cancel()
             wait_for_calls(found, 2)

@@ -13,18 +13,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import grpc
 import httpx
 import pytest
 import torch
-from grpc_health.v1 import health_pb2
 from typer.testing import CliRunner, Result
 
 from bench.harness.ready import ready_in
 from bench.harness.waiting import wait_until
 from encoder_service.cli import app
 from lm_adapter import ClipItem, ImageItem, ItemFailed, VisionEncoderClient
-from tests.integration.health import health_stub
+from tests.integration.health import health_of
 from tests.integration.images import photo
 from tests.unit.ingest import clip_files
 
@@ -282,17 +280,11 @@ def test_p37_work_is_taken_while_gateways_notice_the_end(
             client.wait_ready(30)
             process.send_signal(signal.SIGTERM)
             sent_s = time.monotonic()
-            wait_until(lambda: not is_serving(target), "NOT_SERVING", leave_s / 2)
+            wait_until(lambda: health_of(target) == 2, "NOT_SERVING", leave_s / 2)
             assert client.encode_one(ImageItem(photo()))
             assert time.monotonic() - sent_s < leave_s
         process.communicate(timeout=30)
         assert process.returncode == 0
-
-
-def is_serving(target: str) -> bool:
-    with grpc.insecure_channel(target) as channel:
-        answer = health_stub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10)
-    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
 
 @pytest.mark.parametrize("fails_too", [False, True], ids=["stops", "fails at its stop"])

@@ -108,6 +108,8 @@ def test_rotated_files_serve_new_connections_and_old_ones_go_on(
         assert httpx.get(admin, verify=ssl.create_default_context(cafile=second.ca)).status_code == 200
         with pytest.raises(httpx.ConnectError):
             httpx.get(admin, verify=ssl.create_default_context(cafile=first.ca))
+        with pytest.raises(httpx.HTTPError):
+            httpx.get(admin.replace("https", "http"))
 
 
 def test_clients_follow_their_certificates_and_tokens(serve: Serve, tmp_path: Path, prompt: None) -> None:
@@ -120,6 +122,7 @@ def test_clients_follow_their_certificates_and_tokens(serve: Serve, tmp_path: Pa
     tokens = tokens_file(tmp_path, "n=first-token")
     target = f"127.0.0.1:{free_port()}"
     settings: dict[str, object] = {"listen": (target,), "open_namespaces": False, "tls_client_ca": first.ca}
+    settings["admin_tls"] = True
     tls = ClientTls(first.ca, own.cert, own.key)
 
     def is_served(client: VisionEncoderClient) -> bool:
@@ -127,7 +130,9 @@ def test_clients_follow_their_certificates_and_tokens(serve: Serve, tmp_path: Pa
         return client.encode_one(ImageItem(photo(40, 40, seed=secrets.randbits(30)))).num_rows > 0
 
     with contextlib.ExitStack() as clients:
-        with secured(serve, first, tokens_file=tokens, **settings):
+        with secured(serve, first, tokens_file=tokens, **settings) as found:
+            admin = f"https://{found.service.addresses['admin']}/healthz"  # without a client's certificate
+            assert httpx.get(admin, verify=ssl.create_default_context(cafile=first.ca)).status_code == 200
             client = clients.enter_context(
                 VisionEncoderClient(target, namespace="n", timeout_s=20, token_file=token, tls=tls)
             )
@@ -148,16 +153,6 @@ def test_clients_follow_their_certificates_and_tokens(serve: Serve, tmp_path: Pa
                 ) as stale,
             ):
                 is_served(stale)
-
-
-def test_the_admin_plane_speaks_tls_without_client_certificates(serve: Serve, tmp_path: Path) -> None:
-    authority = Authority(tmp_path)
-    with secured(serve, authority, admin_tls=True, tls_client_ca=authority.ca) as found:
-        address = found.service.addresses["admin"]
-        trusting = ssl.create_default_context(cafile=authority.ca)
-        assert httpx.get(f"https://{address}/healthz", verify=trusting).json() == {"status": "alive"}
-        with pytest.raises(httpx.HTTPError):
-            httpx.get(f"http://{address}/healthz")
 
 
 def test_the_admin_plane_s_token(serve: Serve) -> None:

@@ -8,12 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import grpc
 import httpx
 import numpy as np
 import pytest
 import torch
-from grpc_health.v1 import health_pb2
 
 from bench.harness.waiting import wait_until
 from encoder_service import __version__
@@ -30,7 +28,7 @@ from lm_adapter import (
     VisionEncoderClient,
 )
 from tests.integration.conftest import FAMILIES, RunningService, Serve, connected, running
-from tests.integration.health import health_stub
+from tests.integration.health import health_of
 from tests.integration.images import photo
 from vision_encoder.v1 import encoder_pb2 as pb
 
@@ -158,8 +156,7 @@ def test_p27_p36_not_ready_before_the_warm_up_is_done_and_never_behind_a_busy_de
             started = time.monotonic()
             for path in ("healthz", "readyz", "metrics", "v1/info"):
                 assert httpx.get(f"{base}/{path}").status_code == 200
-            with grpc.insecure_channel(found.target) as channel:
-                health_stub(channel).Check(health_pb2.HealthCheckRequest(), timeout=5)
+            assert health_of(found.target) == 1
             assert time.monotonic() - started < 5
             assert not pending.done()
             gate.set()

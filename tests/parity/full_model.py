@@ -5,6 +5,7 @@ Owns loading it, its rows, and its logits and greedy tokens for one prompt at a 
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,12 +15,34 @@ from typing import Any
 
 import torch
 
-from bench.harness.reference import import_reference
+from bench.harness.reference import KIMI_VISION_NAMES, import_reference
 from lm_adapter.engines.hf import RemoteItem
 from lm_adapter.items import Modality
-from tests.parity.test_synthetic_reference import MODEL_CLASSES, reference_config
 
 VISION_START, VISION_END = 7, 8
+MODEL_CLASSES = {
+    "qwen3_vl": "Qwen3VLForConditionalGeneration",
+    "qwen3_5": "Qwen3_5ForConditionalGeneration",
+    "kimi_k25": "Kimi_K25ForConditionalGeneration",
+}
+
+
+def reference_config(checkpoint: Path) -> Any:
+    """The reference's config. Its Kimi class knows its own spelling only and keeps its defaults where it
+    meets the published one, so that Kimi's is respelled here."""
+    transformers = import_reference()
+    raw = json.loads((checkpoint / "config.json").read_text())
+    if raw["model_type"] != "kimi_k25":
+        return transformers.AutoConfig.from_pretrained(checkpoint)
+    vision = raw["vision_config"]
+    return transformers.Kimi_K25Config(
+        text_config=raw["text_config"],
+        vision_config={own: vision[published] for published, own in KIMI_VISION_NAMES.items()},
+        projection_hidden_size=vision["mm_hidden_size"],
+        projection_layer_norm_eps=vision["projector_ln_eps"],
+        image_token_id=raw["media_placeholder_token_id"],
+        tie_word_embeddings=raw["tie_word_embeddings"],
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,18 +55,18 @@ class Picture:
 
 
 class FullModel:
-    """One family's full model in float32 on the CPU."""
+    """One family's full model in float32 on the CPU. Its checkpoint has every tensor, and no other."""
 
     def __init__(self, family: str, checkpoint: Path) -> None:
         transformers = import_reference()
         transformers.logging.set_verbosity_error()
         transformers.logging.disable_progress_bar()
         self.family = family
-        self.model = (
-            getattr(transformers, MODEL_CLASSES[family])
-            .from_pretrained(checkpoint, config=reference_config(checkpoint), dtype=torch.float32)
-            .eval()
+        model, info = getattr(transformers, MODEL_CLASSES[family]).from_pretrained(
+            checkpoint, config=reference_config(checkpoint), dtype=torch.float32, output_loading_info=True
         )
+        assert not any(info.values()), info
+        self.model = model.eval()
         self.is_kimi = family == "kimi_k25"
         self.image_id = self.model.config.image_token_id
         # The published Kimi layout names one placeholder for both; the reference's own video id is another.

@@ -29,7 +29,6 @@ from encoder_service.ingest.settings import MoonViTSettings, Normalisation, Qwen
 from encoder_service.types import (
     DigestOnly,
     EncodedFile,
-    FrameItem,
     Grid,
     Item,
     Modality,
@@ -76,22 +75,6 @@ def test_options_out_of_bounds(preprocessor: Preprocessor, given: dict[str, Any]
     options = PreprocessOptions(**given)
     with pytest.raises(InvalidOption, match=text):
         preprocessor.check_options(Modality.IMAGE, options)
-
-
-# Loading
-
-
-def test_p09_kimi_pads_and_does_not_stretch() -> None:
-    array = image_files.pixels(30, 45)
-    item, _, _ = KIMI.open_image(image_files.ppm(array), PLAIN).load()
-    assert isinstance(item, FrameItem)
-    frame = item.frames_THWC[0].numpy()
-    assert frame.shape == (56, 56, 3)
-    np.testing.assert_array_equal(frame[:30, :45], array)
-    assert not frame[30:].any()
-    assert not frame[:, 45:].any()
-    # Padding is black before normalising: -1 here, not 0.
-    assert set(KIMI.patchify(item.frames_THWC)[-1].tolist()) == {-1.0}
 
 
 # A caller's own pixels

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from encoder_service.errors import ConfigurationError, InternalError
-from encoder_service.store.allocator import RangeAllocator
 from encoder_service.store.arena import PROBE_BYTES, Arena, Slot
 from encoder_service.store.host_memory import HostMemory, SealedFile, available_bytes
 from tests.reference_reader import reader_of
@@ -123,26 +122,6 @@ def test_p21_generations_change_before_reuse_and_never_return(arena: Arena) -> N
             assert not reader.is_current(slot.index, generation)
             assert generation not in seen
             seen.add(generation)
-
-
-def test_p21_the_range_is_freed_only_after_the_generation_has_turned_even(
-    arena: Arena, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    slot = slot_of(arena, 100)
-    generation = arena.publish(slot)
-    free, num_freed = RangeAllocator.free, 0
-    with reader_of(arena) as reader:
-
-        def check_and_free(allocator: RangeAllocator, offset_bytes: int) -> None:
-            nonlocal num_freed
-            assert not reader.is_current(slot.index, generation)
-            free(allocator, offset_bytes)
-            num_freed += 1
-
-        monkeypatch.setattr(RangeAllocator, "free", check_and_free)
-        assert reader.is_current(slot.index, generation)
-        arena.drop(slot)
-    assert num_freed == 1
 
 
 def test_generations_start_at_random() -> None:

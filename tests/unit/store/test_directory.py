@@ -110,26 +110,6 @@ def test_p17_a_search_is_bounded_and_names_beyond_it_are_not_listed() -> None:
         assert table.put(0, keys[-1], 1), "there is a cell again"
 
 
-def test_a_full_table_wraps_around_at_its_end(chance: random.Random) -> None:
-    """Names whose search starts in the last cells, some of which come to lie in the first."""
-    with Table(32) as table:
-        directory, keys = table.directory, list[bytes]()
-        while len(keys) < 32:
-            key = chance.randbytes(32)
-            if layout.name_hash(key, TAG) % directory.num_cells >= directory.num_cells - 4:
-                keys.append(key)
-        for number, key in enumerate(keys):
-            assert table.put(number, key, number)
-        first_cells = table_of(directory)[layout.FIRST_CELL_WORD * 8 :][: 16 * 8]
-        assert any(first_cells)
-        listed = set(range(32))
-        for slot_index in chance.sample(range(32), 32):
-            check_directory(directory, lambda number: 2 * number + 1)
-            directory.remove(slot_index)
-            listed.remove(slot_index)
-            assert {number for number, key in enumerate(keys) if table.find(key)} == listed
-
-
 @pytest.mark.parametrize("num_slots", [1, 5, 64])
 def test_random_changes_against_a_dictionary(num_slots: int, chance: random.Random) -> None:
     # Few different starts, so that names crowd.
