@@ -84,9 +84,9 @@ class PlacedRows(NamedTuple):
     header: RowsHeader
     result: pb.ItemResult
 
-    def rows(self, payload: npt.NDArray[np.uint8] | torch.Tensor) -> EncodedRows:
-        """The validated rows. payload: uint8 [header.num_bytes]."""
-        return _encoded_rows(self.result, self.header, payload)
+    def rows(self, payload: npt.NDArray[np.uint8] | torch.Tensor, transport: str) -> EncodedRows:
+        """The validated rows. payload: uint8 [header.num_bytes]. transport: whose memory it was."""
+        return _encoded_rows(self.result, self.header, payload, transport)
 
 
 class RowsChunk(NamedTuple):
@@ -252,7 +252,7 @@ class Assembler:
             )
         if not arriving.write(chunk):
             return None
-        return _encoded_rows(arriving.result, arriving.header, arriving.payload)
+        return _encoded_rows(arriving.result, arriving.header, arriving.payload, "inline")
 
 
 def out_of_memory(num_bytes: int) -> ItemFailed:
@@ -301,7 +301,10 @@ def _field(message: bytes, at: int, tag: int) -> tuple[int, int]:
 
 
 def _encoded_rows(
-    result: pb.ItemResult, header: RowsHeader, payload: npt.NDArray[np.uint8] | torch.Tensor
+    result: pb.ItemResult,
+    header: RowsHeader,
+    payload: npt.NDArray[np.uint8] | torch.Tensor,
+    transport: str,
 ) -> EncodedRows:
     return header.rows(
         payload,
@@ -310,4 +313,5 @@ def _encoded_rows(
         tier=convert.tier(result.tier),
         timings=convert.timings(result.timings),
         timestamps_s=tuple(result.timestamps_s),
+        transport=transport,
     )

@@ -11,7 +11,7 @@ import math
 import os
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
@@ -328,7 +328,13 @@ class RowsCall:
         except CallFailed as error:
             error.completed = dict(self.outcomes)
             raise
-        return [self.outcomes[index] for index in range(self.num_items)]
+        return [self._noted(self.outcomes[index]) for index in range(self.num_items)]
+
+    def _noted(self, outcome: Outcome) -> Outcome:
+        """With the fact that a first copy of the rows was lost."""
+        if self.resident is None or not isinstance(outcome, EncodedRows):
+            return outcome
+        return replace(outcome, was_lost=True) if outcome.key in self.resident.lost else outcome
 
     async def _run_group(self, group: Mapping[int, pb.Item | bytes]) -> None:
         window, routing = self.server.window, self.server.routing

@@ -9,7 +9,7 @@ import asyncio
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias, TypeVar
 
 from lm_adapter.assembly import PlacedRows, out_of_memory
@@ -34,13 +34,14 @@ _Listed: TypeAlias = Mapping[int, tuple[MappedArena, Record]]
 @dataclass
 class ResidentRows:
     """The rows in attached memory, for one call. models: whose geometry they may have. max_bytes: limit of
-    one item. stream: the CUDA stream that uses them."""
+    one item. stream: the CUDA stream that uses them. lost: keys of rows that were lost in this call."""
 
     memory: AttachedMemory
     models: Sequence[ModelInfo]
     max_bytes: int
     reports: ReadReports
     stream: Any
+    lost: set[bytes] = field(default_factory=set)
 
     def read_all(self, keys: Mapping[int, bytes]) -> list[Outcome] | None:
         """Reads on the calling thread. keys: by index. None if any rows are not listed or were lost."""
@@ -66,9 +67,10 @@ class ResidentRows:
             _log.warning("rows were not copied: %s", error.message)
             return None
         if payload is None:
+            self.lost.add(placed.result.key)
             return None  # the request that follows reports the loss
         self.reports.note(placed.result.key, place.generation, is_lost=False)
-        return placed.rows(payload)
+        return placed.rows(payload, self.memory.name)
 
     def _find(self, keys: Mapping[int, bytes]) -> _Listed:
         find = self.memory.find
@@ -97,9 +99,11 @@ class ResidentRows:
             return None  # the request that follows meets the same error and states it
         self.reports.note(record.key, record.generation, is_lost=payload is None)
         if payload is None:
+            self.lost.add(record.key)
             return None
         tier = CacheTier.DEVICE if arena.is_device else CacheTier.HOST
-        return header.rows(payload, key=record.key, content_digest=record.content_digest, tier=tier)
+        keys = {"key": record.key, "content_digest": record.content_digest}
+        return header.rows(payload, **keys, tier=tier, transport=self.memory.name)
 
     async def _copied(self, num_bytes: int, read: Callable[[], ResultT]) -> ResultT:
         """The result of a read: made on the loop if it is short, as a change of threads would take longer."""

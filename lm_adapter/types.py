@@ -71,7 +71,8 @@ class EncodedRows(ShortRepr):
 
     payload: uint8 [num_rows * width * itemsize], contiguous and owned by this record: a numpy array, or a
     torch tensor on the GPU that the rows were copied to. timestamps_s: of the sampled frames, for clips.
-    chunk_grids: for a clip of a model that merges time, the chunks whose rows follow one another.
+    chunk_grids: for a clip of a model that merges time, the chunks whose rows follow one another. transport:
+    how they came, ``device``, ``host`` or ``inline``. was_lost: an eviction overtook a first copy of them.
     """
 
     key: bytes
@@ -86,6 +87,8 @@ class EncodedRows(ShortRepr):
     timings: StageTimings = field(default_factory=StageTimings, repr=False)
     timestamps_s: tuple[float, ...] = field(default=(), repr=False)
     chunk_grids: tuple[Grid, ...] = field(default=(), repr=False)
+    transport: str = field(default="inline", repr=False)
+    was_lost: bool = field(default=False, repr=False)
 
     @property
     def num_bytes(self) -> int:

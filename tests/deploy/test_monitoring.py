@@ -35,21 +35,21 @@ DASHBOARD = json.loads((CHART / "files" / "dashboard.json").read_text())
 SPEC = yaml.safe_load((CHART / "files" / "prometheusrule.yaml").read_text())["spec"]
 RULES = [rule for group in SPEC["groups"] for rule in group["rules"]]
 SCENES = Path(__file__).with_name("alerts.promtool.yaml")
+METRIC = r"(?:ve|vllm:vision_encoder)_[a-z0-9_]+"
 RUNBOOK = (ROOT / "docs" / "operations.md").read_text()
 
 
 def metrics_in(text: str) -> set[str]:
     """Names of metrics in a text of queries, without the parts of a histogram and a counter's _total."""
-    names = re.findall(r"\bve_[a-z0-9_]+", text)
+    names = re.findall(rf"\b{METRIC}", text)
     return {re.sub(r"_(bucket|sum|count|total)$", "", name) for name in names}
 
 
 def registered_metrics() -> set[str]:
-    """Names that the service's code registers, each as a literal."""
-    sources = (path.read_text() for path in (ROOT / "encoder_service").rglob("*.py"))
-    return {
-        name for source in sources for name in metrics_in(" ".join(re.findall(r'"(ve_[a-z0-9_]+)"', source)))
-    }
+    """Names that the code of the service and of vLLM's plugin registers, each as a literal."""
+    files = (path for folder in ("encoder_service", "lm_adapter") for path in (ROOT / folder).rglob("*.py"))
+    found = (re.findall(rf'"({METRIC})"', path.read_text()) for path in files)
+    return {name for names in found for name in metrics_in(" ".join(names))}
 
 
 def test_every_metric_has_a_reader_and_every_reader_its_metric() -> None:

@@ -21,6 +21,7 @@ GRID = Grid(1, 20, 16)
 NUM_ROWS = 80
 # The geometry of the tiny checkpoint of Qwen3-VL.
 WIDTH: dict[str, Any] = {"out_width": 64, "num_deepstack_levels": 2, "dtype": "float32"}
+NUM_BYTES = NUM_ROWS * 3 * 64 * 4
 FAULTS: dict[Fault, tuple[Any, ...]] = {
     Fault.WRONG_NUM_ROWS: (502, "INVALID_ROWS", f"{NUM_ROWS + 1} rows", f"needs {NUM_ROWS}"),
     Fault.WRONG_WIDTH: (502, "INVALID_ROWS", "width", "192"),

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import threading
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -97,6 +99,25 @@ def run_offline(settings: dict[str, Any]) -> dict[str, Any]:
     assert completed.returncode == 0, completed.stderr[-6000:]
     answers: dict[str, Any] = json.loads(completed.stdout.strip().splitlines()[-1])
     return answers
+
+
+PREFIX = "vllm:vision_encoder_"
+
+
+def figures_of(stack: Stack) -> Counter[str]:
+    """The plugin's metrics of vLLM, by their names behind PREFIX and the last label that is not vLLM's own. Sums
+    of engines."""
+    text = httpx.get(f"{stack.vllm.url}/metrics", timeout=10).text
+    found = Counter[str]()
+    for name, labels, value in re.findall(rf"^{PREFIX}(\w+){{(.*)}} (.*)$", text, re.MULTILINE):
+        if name.endswith(("_bucket", "_created", "_sum")):
+            continue
+        own = dict(re.findall(r'(\w+)="([^"]*)"', labels))
+        assert own.pop("model_name") == "model"
+        own.pop("engine")
+        own.pop("pid", None)
+        found[" ".join((name, *own.values()))] += float(value)
+    return found
 
 
 class TextRequests:

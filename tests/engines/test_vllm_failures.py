@@ -28,6 +28,7 @@ from tests.engines.agreement import of_response
 from tests.engines.faults import (
     FAULTS,
     GRID,
+    NUM_BYTES,
     OTHER_MODELS,
     answer_to,
     in_place_of,
@@ -35,7 +36,7 @@ from tests.engines.faults import (
     script_for,
 )
 from tests.engines.pictures import TEXT, Case, Clip, clip, picture, with_damaged_end, with_pixels
-from tests.engines.stack import TIMEOUT_S, Stack, TextRequests, chat_body
+from tests.engines.stack import TIMEOUT_S, Stack, TextRequests, chat_body, figures_of
 
 FAMILY = "qwen3_vl"
 pytestmark = [
@@ -157,8 +158,11 @@ def test_p32_an_encoder_that_is_away_fails_in_seconds(
 ) -> None:
     image, _ = new_picture()
     moving = clip(random.getrandbits(32))
+    before = figures_of(stack)
     encoder.kill()
     try:
+        # Nobody asks for an image meanwhile.
+        wait_until(lambda: not figures_of(stack)["reachable"], "the metric of an encoder that is away")
         with ThreadPoolExecutor(2) as pool:
             responses = list(
                 pool.map(lambda call: call(), (partial(ask, stack, image), partial(ask_clip, stack, moving)))
@@ -168,8 +172,11 @@ def test_p32_an_encoder_that_is_away_fails_in_seconds(
     for response in responses:
         refused(response, 503, "UNAVAILABLE")
         assert response.elapsed.total_seconds() < 10
+    wait_until(lambda: figures_of(stack)["reachable"], "the metric of an encoder that is back")
     assert ask(stack, image).status_code == 200
     assert ask_clip(stack, moving).status_code == 200
+    failed = figures_of(stack) - before
+    assert failed["failures_total UNAVAILABLE"] == 2
 
 
 def test_p32_rows_that_an_encoders_restart_lost_are_encoded_again(
@@ -258,6 +265,28 @@ def test_p32_images_that_vllm_holds_need_no_encoder(stack: Stack, encoder: Encod
     for text in "What is on the left?", "And on the right?":
         assert stack.chat(with_pixels(Case("text first", (text, 0)), [image])).status_code == 200
     assert encoder.num_asked() == before
+
+
+def test_metrics_of_vllm_say_what_happened_to_images(stack: Stack, encoder: Encoder) -> None:
+    """Two new ones, of which vLLM's cache has one for another text; a damaged image, and a damaged clip, which no
+    scheduler gets. The log has them in vLLM's own line."""
+    wait_for_transport(stack, "host")
+    before, first = figures_of(stack), new_picture()[0]
+    for image in first, new_picture()[0]:
+        assert ask(stack, image).status_code == 200
+    assert stack.chat(with_pixels(OTHER_TEXT, [first])).status_code == 200
+    refused(ask(stack, picture(random.getrandbits(32))[:2000]), 400, "damaged")
+    refused(ask_clip(stack, b"no clip"), 400, "UNDECODABLE_CLIP")
+    happened = {
+        "rows_wait_seconds_count": 2,
+        "rows_bytes_total host": 2 * NUM_BYTES,
+        "cache_queries_total": 4,
+        "cache_hits_total": 1,
+        "failures_total UNDECODABLE_IMAGE": 1,
+        "failures_total UNDECODABLE_CLIP": 1,
+    }
+    wait_until(lambda: figures_of(stack) - before == happened, f"{happened}")
+    wait_until(lambda: "Num failed UNDECODABLE_IMAGE=1" in stack.vllm.log, "the line of the log")
 
 
 def test_p33_what_cannot_be_decoded_is_the_clients_fault(stack: Stack, meanwhile: TextRequests) -> None:

@@ -14,10 +14,12 @@ import pytest
 
 from bench.harness.vllm import Encoder
 from bench.harness.waiting import wait_until
+from lm_adapter.shm.attachment import TRANSPORTS
 from tests.engines.agreement import agree
 from tests.engines.conftest import DTYPES
+from tests.engines.faults import NUM_BYTES
 from tests.engines.pictures import CASES, TEXT, picture, with_pixels
-from tests.engines.stack import Stack
+from tests.engines.stack import Stack, figures_of
 
 FAMILY = "qwen3_vl"
 NUM_REQUESTS = 24
@@ -93,6 +95,15 @@ def test_tokens_are_those_of_one_process_with_a_tower(
 
 
 def test_every_rank_has_read(spread: Stack, images: list[bytes]) -> None:
+    """An image counts once in vLLM's metrics, in the engine that had it."""
+    before = figures_of(spread)
+    spread.answer(with_pixels(CASES[0], [picture(random.getrandbits(32))]))
+    wait_until(
+        lambda: (
+            sum((figures_of(spread) - before)[f"rows_bytes_total {way}"] for way in TRANSPORTS) == NUM_BYTES
+        ),
+        "the metric of an image's bytes",
+    )
     spread.answer(with_pixels(CASES[0], images))
     ways = dict(re.findall(r"\((?:Worker|Engine)\w* pid=(\d+)\).*image rows come by (\w+)", spread.vllm.log))
     assert list(ways.values()) == ["host", "host"]

@@ -25,13 +25,14 @@ from lm_adapter.engines.vllm.rank_socket import (
     MAX_FRAME_BYTES,
     RankSocket,
     RowsOrder,
+    RowsRead,
     StepRows,
     connect,
+    failure_frame,
     receive,
-    report,
     send,
 )
-from lm_adapter.errors import EncoderError, InvalidRequest, ItemFailed
+from lm_adapter.errors import InvalidRequest, ItemFailed
 from lm_adapter.items import Grid
 from lm_adapter.testing import FakeEncoder, Fault, fake_rows
 from tests.unit.lm_adapter.connector_rig import BUSY, Engine, Image, Request, engine_config
@@ -124,8 +125,8 @@ class Rank:
         (length,) = LENGTH.unpack(self.socket.recv(LENGTH.size, socket.MSG_WAITALL))
         return json.loads(self.socket.recv(length, socket.MSG_WAITALL))
 
-    def report(self, number: int, error: EncoderError | None = None) -> None:
-        body = json.dumps(report(number, error)).encode()
+    def report(self, rows: RowsRead) -> None:
+        body = json.dumps(rows.frame()).encode()
         self.socket.sendall(LENGTH.pack(len(body)) + body)
 
 
@@ -142,10 +143,15 @@ def test_a_request_is_ready_once_every_rank_has_its_rows(encoder: FakeEncoder, n
         engine.scheduler.tracker.wait(0.1)
         assert not engine.is_ready(request)
         assert not engine.scheduler.has_cache_item(image.identifier)
-        second.report(number)
+        second.report(RowsRead(number, "host", was_lost=True))
         engine.fetch(request)
     assert engine.scheduler.has_cache_item(image.identifier)
     assert encoder.num_calls == {"GetServerInfo": 2, "Prefetch": 1, "Fetch": 1}
+    # Once for both ranks: the first read inline, the second had lost them before.
+    found = engine.scheduler.get_ec_connector_stats().data
+    num_bytes = engine.geometry.num_bytes(GRID)
+    assert (found["bytes"], found["lost_reads"]) == ({"inline": num_bytes}, {"": 1})
+    assert all(worker.get_ec_connector_stats() is None for worker in engine.workers)
 
 
 def test_p21_rows_are_handed_over_without_a_copy_and_stay_until_their_step_has_begun(
@@ -225,7 +231,7 @@ def test_p17_p33_a_failure_of_any_length_fails_its_image_alone_with_all_that_it_
     failure = engine_failure(engine, encoder)
     assert failure.startswith(f"{long[:MAX_REASON_CHARS]}: ")
     assert len(failure) == MAX_REASON_CHARS + 2 + MAX_MESSAGE_CHARS
-    frame = report(1, ItemFailed(long, reason=long))
+    frame = failure_frame(1, ItemFailed(long, reason=long))
     assert len(json.dumps(frame)) < MAX_FRAME_BYTES
     encoder.script.call_failures.clear()
     serve(engine, new_image(encoder))
@@ -344,7 +350,7 @@ def test_p32_a_rank_that_comes_as_another_goes_confirms_nothing_alone(num_passes
         while True:
             frame = await receive(reader)
             if "read" in frame:
-                send(writer, {"done": frame["read"]})
+                send(writer, RowsRead(frame["read"]).frame())
 
     async def order() -> None:
         ranks = RankSocket(f"socket-of-a-test-{secrets.token_hex(16)}", 2)

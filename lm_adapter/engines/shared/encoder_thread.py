@@ -79,13 +79,21 @@ class EncoderThread:
 
     def contact(self, timeout_s: float) -> EncoderError | None:
         """Has the encoder describe itself, without retries. Why that failed, or None."""
+        error: EncoderError | None = self.run_coroutine(self._ask(timeout_s), 2 * timeout_s + CLOSE_S)
+        return error
 
-        async def call(client: AsyncVisionEncoderClient, left_s: float) -> None:
-            await client.info(timeout_s=min(timeout_s, left_s))
+    def watch(
+        self, interval_s: float, timeout_s: float, note: Callable[[EncoderError | None], object]
+    ) -> None:
+        """Has the encoder describe itself now and every ``interval_s``. note: gets what ``contact`` returns,
+        on the thread."""
 
-        asking = self._once(call, time.monotonic())
-        outcome: EncoderError | None = self.run_coroutine(asking, 2 * timeout_s + CLOSE_S)
-        return outcome
+        async def run() -> None:
+            while True:
+                note(await self._ask(timeout_s))
+                await asyncio.sleep(interval_s)
+
+        asyncio.run_coroutine_threadsafe(run(), self._loop)
 
     def cancel(self, handle: object) -> None:
         """Ends the call without an entry in ``completed``, unless it has ended already."""
@@ -181,6 +189,13 @@ class EncoderThread:
             else:
                 self._logger.info("the encoder at %s serves this model's rows now", self._settings.target)
         self._disagreement = disagreement
+
+    async def _ask(self, timeout_s: float) -> EncoderError | None:
+        async def call(client: AsyncVisionEncoderClient, left_s: float) -> None:
+            await client.info(timeout_s=min(timeout_s, left_s))
+
+        error: EncoderError | None = await self._once(call, time.monotonic())
+        return error
 
     async def _once(self, call: Call, started_s: float) -> Any:
         left_s = self._settings.timeout_s - (time.monotonic() - started_s)

@@ -6,7 +6,8 @@ passes the modules in this order:
 
 - ``api_server``  ``contact``: before the first image, whether the encoder has this model's rows
                   ``media``: the file, undecoded (``shared.images``, ``clips``); ``server``: the first
-                  ``Prefetch``; ``parser``, ``processor``: its grid and placeholders (``kimi`` for Kimi-K2.5)
+                  ``Prefetch``; ``parser``, ``processor``: its grid and placeholders (``kimi`` for Kimi-K2.5);
+                  ``metrics``: what vLLM's ``/metrics`` has of it
 - ``scheduler``   ``tracker``: which requests wait for which rows (``items``, ``requests``, ``room``,
                   ``rows``); ``orders``: the calls that fetch them; ``vllm_cache_view``: which rows vLLM has
 - ``worker``      ``ranks``: rows are read and checked; ``without_tower``: the model that takes them
@@ -19,6 +20,7 @@ Each folder runs in one kind of vLLM process. The modules beside them run in sev
 - ``file_items``   an image or a clip in a request, from the API server to the scheduler
 - ``rank_socket``  orders and reports between the scheduler and the workers
 - ``failures``     why a request failed, from the scheduler to the API server
+- ``stats``        what happened, from the scheduler to the API server's metrics
 - ``settings``     the settings
 - ``vllm_types``   what is read of vLLM's configuration and scheduler
 

@@ -21,6 +21,7 @@ from lm_adapter.engines.vllm.scheduler import vllm_cache_view
 from lm_adapter.engines.vllm.scheduler.items import VllmRequest
 from lm_adapter.engines.vllm.scheduler.tracker import RequestTracker
 from lm_adapter.engines.vllm.settings import Settings
+from lm_adapter.engines.vllm.stats import RowStats
 from lm_adapter.engines.vllm.vllm_types import SchedulerOutput, VllmConfig
 from lm_adapter.engines.vllm.worker.ranks import RankReader
 from lm_adapter.errors import InvalidRequest
@@ -130,6 +131,28 @@ class ConnectorMethods:
     def request_finished(self, request: VllmRequest) -> tuple[bool, dict[str, Any] | None]:
         self._requests.finished(request)
         return False, None
+
+    def get_ec_connector_stats(self) -> RowStats | None:
+        """What happened since the last call. A worker's half has nothing: ranks report to the scheduler's."""
+        return None if self.tracker is None else self.tracker.take_stats()
+
+    # The process that has /metrics ------------------------------------------------------------------------
+
+    @classmethod
+    def build_ec_connector_stats(cls, data: dict[str, Any] | None = None) -> RowStats:
+        return RowStats(data)
+
+    @classmethod
+    def build_prom_metrics(
+        cls, _vllm_config: VllmConfig, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any
+    ) -> Any:
+        from lm_adapter.engines.vllm.api_server.metrics import EncoderMetrics
+        from lm_adapter.engines.vllm.api_server.server import ApiServer
+
+        metrics = EncoderMetrics(metric_types, labelnames, per_engine_labelvalues)
+        if ApiServer.current is not None:
+            ApiServer.current.report_to(metrics)
+        return metrics
 
     # Worker -----------------------------------------------------------------------------------------------
 

@@ -104,7 +104,10 @@ OVERRIDDEN: Mapping[str, tuple[str, ...]] = {
     "vllm.distributed.ec_transfer.ec_connector.base": (
         "ECConnectorBase(vllm_config, role)",
         "ECConnectorBase.build_connector_meta(scheduler_output)",
+        "ECConnectorBase.build_ec_connector_stats(data)",
+        "ECConnectorBase.build_prom_metrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)",
         "ECConnectorBase.ensure_cache_available(request, num_computed_tokens)",
+        "ECConnectorBase.get_ec_connector_stats()",
         "ECConnectorBase.has_cache_item(identifier)",
         "ECConnectorBase.request_finished(request)",
         "ECConnectorBase.save_caches(encoder_cache, mm_hash, kwargs)",

@@ -20,6 +20,7 @@ from typing import Any
 from lm_adapter.engines.shared.error_text import MAX_MESSAGE_CHARS, MAX_REASON_CHARS
 from lm_adapter.errors import EncoderError, ItemFailed
 from lm_adapter.items import Grid
+from lm_adapter.shm.attachment import TRANSPORTS
 
 CONNECT_S = 0.05
 LENGTH = struct.Struct("<I")
@@ -55,6 +56,25 @@ class RowsOrder:
         return cls(frame["read"], bytes.fromhex(frame["key"]), digest, Grid(*frame["grid"]))
 
 
+@dataclass(frozen=True)
+class RowsRead:
+    """Rows that every rank has. number: of their order. transport: how they came, of several ranks' ways the
+    one that comes last in ``TRANSPORTS``. was_lost: an eviction overtook some rank's first copy."""
+
+    number: int
+    transport: str = TRANSPORTS[0]
+    was_lost: bool = False
+
+    def frame(self) -> dict[str, Any]:
+        """A rank's report."""
+        return {"done": self.number, "transport": self.transport, "was_lost": self.was_lost}
+
+    def with_report(self, frame: dict[str, Any]) -> RowsRead:
+        """With one rank's report. Raises one of LINK_ERRORS."""
+        last = max(TRANSPORTS.index(self.transport), TRANSPORTS.index(frame["transport"]))
+        return RowsRead(self.number, TRANSPORTS[last], self.was_lost or bool(frame["was_lost"]))
+
+
 @dataclass
 class StepRows:
     """Travels with one of vLLM's steps. hand_over: (number, vLLM's identifier) of rows that the step computes
@@ -66,9 +86,11 @@ class StepRows:
 
 @dataclass
 class _PendingOrder:
-    """An order that some rank has not reported on. missing: the connections of these ranks."""
+    """An order that some rank has not reported on. read: as the others have read. missing: the connections of
+    these ranks."""
 
-    done: asyncio.Future[None]
+    done: asyncio.Future[RowsRead]
+    read: RowsRead
     missing: set[asyncio.StreamWriter] = field(default_factory=set)
 
 
@@ -94,11 +116,9 @@ async def connect(name: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter
         await asyncio.sleep(CONNECT_S)
 
 
-def report(number: int, error: EncoderError | None) -> dict[str, Any]:
-    """A rank's report: it has the rows, or an error. The encoder's texts are cut, because a frame above
-    MAX_FRAME_BYTES ends the connection."""
-    if error is None:
-        return {"done": number}
+def failure_frame(number: int, error: EncoderError) -> dict[str, Any]:
+    """A rank's report of an error. The encoder's texts are cut, because a frame above MAX_FRAME_BYTES ends
+    the connection."""
     return {
         "failed": number,
         "reason": error.reason[:MAX_REASON_CHARS],
@@ -137,10 +157,10 @@ class RankSocket:
         for writer in self._ranks:
             writer.close()
 
-    async def read(self, order: RowsOrder, timeout_s: float) -> None:
+    async def read(self, order: RowsOrder, timeout_s: float) -> RowsRead:
         """Returns once every rank has the rows; ranks hold them until ``drop``. Raises ItemFailed; then no
         rank holds them."""
-        pending = _PendingOrder(asyncio.get_running_loop().create_future())
+        pending = _PendingOrder(asyncio.get_running_loop().create_future(), RowsRead(order.number))
         try:
             async with asyncio.timeout(timeout_s):
                 while len(self._ranks) < self._num_ranks:
@@ -150,7 +170,7 @@ class RankSocket:
                 self._pending[order.number] = pending
                 for writer in self._ranks:
                     send(writer, order.frame())
-                await pending.done
+                return await pending.done
         except BaseException as error:
             if order.number in self._pending:
                 self.drop(order.number)
@@ -199,7 +219,6 @@ class RankSocket:
         pending = self._pending.get(frame["done"] if "done" in frame else frame["failed"])
         if pending is None or pending.done.done():
             return
-        pending.missing.discard(writer)
         if "failed" in frame:
             pending.done.set_exception(
                 ItemFailed(
@@ -210,8 +229,11 @@ class RankSocket:
                     retry_after_ms=frame["retry_after_ms"],
                 )
             )
-        elif not pending.missing:
-            pending.done.set_result(None)
+            return
+        pending.read = pending.read.with_report(frame)
+        pending.missing.discard(writer)
+        if not pending.missing:
+            pending.done.set_result(pending.read)
 
 
 def _is_ours(writer: asyncio.StreamWriter) -> bool:

@@ -87,6 +87,7 @@ def test_rows_come_by_place_and_then_by_directory(encoder: Encoder, open_client:
             assert outcome.payload.flags.owndata
             assert outcome.key == first[index].key
     assert [one.tier for one in (*first, *again)] == [CacheTier.MISS] * 2 + [CacheTier.HOST] * 2
+    assert {(one.transport, one.was_lost) for one in (*first, *again)} == {("host", False)}
 
 
 def test_a_file_without_a_digest_is_hashed_here_and_sent_with_its_digest(
@@ -151,6 +152,11 @@ def test_p21_lost_rows_are_asked_for_once_more_inline(
     outcomes = getattr(client, method)(argument)
     for index, outcome in enumerate(outcomes):
         assert_rows_of(outcome, digest_of(index))
+    assert sorted((one.transport, one.was_lost) for one in outcomes) == [
+        ("host", False),
+        ("inline", True),
+        ("inline", True),
+    ]
     first, second = encoder.requests(method.capitalize())[-2:]
     entries = "items" if method == "encode" else "keys"
     assert (first.delivery, first.after_lost_read, len(getattr(first, entries))) == (

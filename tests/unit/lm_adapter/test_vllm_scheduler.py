@@ -20,7 +20,7 @@ import torch
 from lm_adapter.engines.shared.encoder_thread import Call, Completed
 from lm_adapter.engines.shared.geometry import Geometry
 from lm_adapter.engines.vllm.file_items import CLIP_FIELD, FILE_FIELD, FileItem
-from lm_adapter.engines.vllm.rank_socket import RowsOrder, StepRows
+from lm_adapter.engines.vllm.rank_socket import RowsOrder, RowsRead, StepRows
 from lm_adapter.engines.vllm.scheduler.items import RequestItem
 from lm_adapter.engines.vllm.scheduler.orders import GONE
 from lm_adapter.engines.vllm.scheduler.rows import RowsEntry
@@ -134,7 +134,7 @@ class Engine:
         number = next(self._numbers)
         if error is None:
             self.on_ranks[number] = handle.item
-        self.completed.append(Completed(handle, error or number))
+        self.completed.append(Completed(handle, error or RowsRead(number, "host")))
 
     def end_all(self) -> None:
         for name in self.under_way:
@@ -759,6 +759,94 @@ def test_p02_files_leave_the_request_and_stay_with_what_its_other_samples_share(
     assert engine.num_started == 1
 
 
+# What is counted ------------------------------------------------------------------------------------------
+
+
+def counts(tracker: RequestTracker) -> dict[str, Any]:
+    stats = tracker.take_stats()
+    return {} if stats is None else stats.data
+
+
+def test_a_wait_ends_when_the_rows_come_whenever_vllm_asks_next(engine: Engine) -> None:
+    """Twice as long as the request waits for them, vLLM has no room for it, and does not ask."""
+    now_s = 100.0
+    tracker = tracker_of(engine, clock=lambda: now_s)
+    first, second = new_image(), new_image()
+    request = request_of(first, second)
+    assert not tracker.ensure(request, 0)
+    assert counts(tracker) == {"queries": {"": 2}}
+    engine.end(first.name)
+    now_s += 1.0
+    assert not tracker.ensure(request, 0)
+    engine.end(second.name)
+    now_s += 0.5
+    tracker.take_unavailable()
+    now_s += 3.0
+    assert tracker.ensure(request, 0)
+    assert counts(tracker) == {"bytes": {"host": 2 * ITEM_BYTES}, "waits_s": [1.5]}
+    assert tracker.ensure(request, 0)
+    assert tracker.take_stats() is None
+
+
+def test_each_step_of_a_request_that_waits_is_counted(engine: Engine) -> None:
+    """Of a request with more rows than there is room for."""
+    now_s = 100.0
+    tracker = tracker_of(engine, step_tokens=3, clock=lambda: now_s, max_resident_bytes=ITEM_BYTES)
+    request = request_of(new_image(), new_image())
+    for num_computed in (0, 8):
+        assert not tracker.ensure(request, num_computed)
+        now_s += 2.0
+        engine.end_all()
+        assert tracker.ensure(request, num_computed)
+        tracker.passed(request, 0)
+    assert counts(tracker)["waits_s"] == [2.0, 2.0]
+
+
+def test_rows_that_two_requests_share_are_counted_once(tracker: RequestTracker, engine: Engine) -> None:
+    image = new_image()
+    assert not tracker.ensure(request_of(image), 0)
+    assert is_ready(tracker, engine, request_of(image))
+    found = counts(tracker)
+    assert (found["queries"], found["bytes"]) == ({"": 2}, {"host": ITEM_BYTES})
+
+
+def test_items_that_vllm_caches_are_hits_of_their_request_once(tracker: RequestTracker) -> None:
+    cached, other = new_image(), new_image()
+    tracker.watch_cache({cached.name})
+    request = request_of(cached)
+    for num_computed in (0, 1, 2):
+        assert tracker.ensure(request, num_computed)
+    assert counts(tracker) == {"queries": {"": 1}, "hits": {"": 1}}
+    assert not tracker.ensure(request_of(cached, other), 0)
+    assert counts(tracker) == {"queries": {"": 2}}
+
+
+def test_a_rejected_request_is_counted_by_its_reason_and_waited_for_nothing(
+    tracker: RequestTracker, engine: Engine
+) -> None:
+    image = new_image()
+    requests = [request_of(image), request_of(image)]
+    for request in requests:
+        assert not tracker.ensure(request, 0)
+    engine.end(image.name, UNDECODABLE)
+    assert_rejected(tracker, *requests)
+    assert counts(tracker) == {"queries": {"": 2}, "failures": {"UNDECODABLE_IMAGE": 2}}
+
+
+def test_steps_in_which_nothing_happens_count_nothing(tracker: RequestTracker, engine: Engine) -> None:
+    image = new_image()
+    request = request_of(image)
+    assert is_ready(tracker, engine, request)
+    tracker.take_stats()
+    tracker.allocated(request, 0)
+    tracker.take_step(has_tokens=True)
+    tracker.passed(request, 0)
+    for num_computed in range(10, 20):
+        assert tracker.ensure(request, num_computed)
+    tracker.finished(request)
+    assert tracker.take_stats() is None
+
+
 # One call -------------------------------------------------------------------------------------------------
 
 
@@ -793,12 +881,13 @@ class Encoder:
         self.items += items
         return [self.statuses.pop(0)]
 
-    async def read(self, order: RowsOrder, timeout_s: float) -> None:
+    async def read(self, order: RowsOrder, timeout_s: float) -> RowsRead:
         self._note("read", timeout_s)
         self.orders.append(order)
         failure = self.failures.pop(0)
         if failure is not None:
             raise failure
+        return RowsRead(order.number)
 
 
 def status_of(grid: Grid | None = GRID, route: bytes = b"") -> PrefetchStatus:
@@ -830,7 +919,7 @@ def obtain(encoder: Encoder, image: Image = X) -> Any:
 @pytest.mark.parametrize("route", [b"", b"route"])
 def test_rows_are_ordered_by_key_and_route(route: bytes) -> None:
     encoder = Encoder([status_of(None, route)], [None])
-    number = obtain(encoder, replace(X, min_pixels=9))
+    number = obtain(encoder, replace(X, min_pixels=9)).number
     assert encoder.orders == [RowsOrder(number, KEY, route or X.digest, GRID)]
     assert number > 0
     (item,) = encoder.items
@@ -858,7 +947,7 @@ def test_p32_rows_are_ordered_again_by_another_number_while_they_are_gone(
     rows of it; None of another item."""
     encoder = Encoder(list(statuses), list(failures))
     encoder.key = announced_key or None
-    number = obtain(encoder, replace(X, is_announced=announced_key is not None))
+    number = obtain(encoder, replace(X, is_announced=announced_key is not None)).number
     assert encoder.asked == list(zip(asked.split(), [30.0, 29.0, 28.0, 27.0], strict=False))
     numbers = [order.number for order in encoder.orders]
     assert encoder.orders == [RowsOrder(*pair, X.digest, GRID) for pair in zip(numbers, keys, strict=True)]

@@ -1,7 +1,8 @@
 """The plugin in vLLM's API server: which engine it takes requests for, and the first call for each file.
 
 Owns the hook by which vLLM's configuration reaches the plugin, the checks that stop a start, and the
-``Prefetch`` by which an encode starts while vLLM still tokenises. An image waits for nothing here. A clip's
+``Prefetch`` by which an encode starts while vLLM still tokenises, and the question by which ``metrics`` knows
+that the encoder answers. An image waits for nothing here. A clip's
 request waits for the encoder's answer, which says which frames the clip has.
 """
 
@@ -22,11 +23,12 @@ from lm_adapter.client import AsyncVisionEncoderClient
 from lm_adapter.engines.shared.agreement import Agreement
 from lm_adapter.engines.shared.encoder_thread import EncoderThread
 from lm_adapter.engines.shared.error_text import message_of, status_of
-from lm_adapter.engines.shared.first_contact import start_of
+from lm_adapter.engines.shared.first_contact import ANSWER_S, start_of
 from lm_adapter.engines.shared.geometry import Geometry
 from lm_adapter.engines.shared.images import ImageFile
 from lm_adapter.engines.vllm.api_server.clips import ClipFile
 from lm_adapter.engines.vllm.api_server.contact import check_early
+from lm_adapter.engines.vllm.api_server.metrics import EncoderMetrics
 from lm_adapter.engines.vllm.failures import vllm_error
 from lm_adapter.engines.vllm.settings import Settings, given_sizes, has_connector, mark
 from lm_adapter.engines.vllm.vllm_types import ModelConfig, VllmConfig
@@ -45,6 +47,8 @@ WITHOUT_CLIPS = {"KimiK25ForConditionalGeneration"}
 """vLLM looks for ``split_video_chunks`` in their processors, which none of them has."""
 
 
+WATCH_S = 5.0
+"""How often the encoder is asked for ``metrics``, also while no request comes."""
 MAX_ANNOUNCED = 1 << 16
 """Number of images that are remembered as announced."""
 
@@ -84,7 +88,8 @@ class EncoderThreads:
         self._lock = threading.Lock()
 
     def get(self, agreement: Agreement) -> EncoderThread:
-        """Not called before the first file arrives: by then vLLM has forked all its processes."""
+        """Not called before vLLM makes its metrics or the first file arrives: by then vLLM has forked all its
+        processes."""
         with self._lock:
             if agreement not in self._threads:
                 self._threads[agreement] = EncoderThread(agreement, name="prefetch")
@@ -114,8 +119,19 @@ class ApiServer:
         has_default_keys = not set(options) - VLLMS_OWN
         self._announces_images = has_default_keys and settings.announces and not only_consumes_kv
         self._announced = Announced()
+        self._metrics: EncoderMetrics | None = None
         takes_clips = model_config.architecture not in WITHOUT_CLIPS
         self.clip_sizes: Mapping[str, int] | None = _clip_sizes(options) if takes_clips else None
+
+    def report_to(self, metrics: EncoderMetrics) -> None:
+        """Gives these metrics, in place of earlier ones, what this process knows. Can be repeated."""
+        is_first, self._metrics = self._metrics is None, metrics
+        if is_first:
+            self._threads.get(self.agreement).watch(WATCH_S, ANSWER_S, self._asked)
+
+    def _asked(self, error: EncoderError | None) -> None:
+        assert self._metrics is not None, "``report_to`` was called"
+        self._metrics.asked(error)
 
     def prefetch(self, image: ImageFile) -> bool:
         """Sends the file, unless it was sent before, and returns whether the encoder gets it or got it. Fire
@@ -145,10 +161,11 @@ class ApiServer:
         call = functools.partial(clip.announced, geometry=geometry, max_tokens=self._max_tokens)
         return self._threads.get(self.agreement).submit_future(call)
 
-    @staticmethod
-    def announced(outcome: ClipFile | EncoderError) -> ClipFile:
+    def announced(self, outcome: ClipFile | EncoderError) -> ClipFile:
         """The clip that ``announce`` got. Raises its EncoderError as vLLM answers it."""
         if isinstance(outcome, EncoderError):
+            if self._metrics is not None:
+                self._metrics.failed(outcome)
             message = message_of(outcome)
             logger.warning("a request is rejected, its clip cannot be read: %s", message)
             raise vllm_error(status_of(outcome), message) from outcome

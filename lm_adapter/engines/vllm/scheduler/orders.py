@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 
 from lm_adapter.client import AsyncVisionEncoderClient
 from lm_adapter.engines.shared.encoder_thread import EncoderThread
-from lm_adapter.engines.vllm.rank_socket import RankSocket, RowsOrder
+from lm_adapter.engines.vllm.rank_socket import RankSocket, RowsOrder, RowsRead
 from lm_adapter.engines.vllm.scheduler.items import RequestItem
 from lm_adapter.engines.vllm.scheduler.rows import RowsEntry
 from lm_adapter.errors import EncoderError, InvalidRows, ItemFailed
@@ -54,16 +54,15 @@ class RowOrders:
         """Waits until some call has ended."""
         self._encoder_thread.wait(timeout_s)
 
-    def take_completed(self) -> Iterator[tuple[RowsEntry, int | EncoderError]]:
-        """Each call that has ended: the number by which every rank has the rows, or why they are not
-        available."""
+    def take_completed(self) -> Iterator[tuple[RowsEntry, RowsRead | EncoderError]]:
+        """Each call that has ended: how every rank has read the rows, or why they are not available."""
         while self._encoder_thread.completed:
             completed = self._encoder_thread.completed.popleft()
             assert isinstance(completed.handle, RowsEntry)
             yield completed.handle, completed.outcome
 
-    async def _obtain(self, item: RequestItem, client: AsyncVisionEncoderClient, left_s: float) -> int:
-        """The number by which every rank has the rows. The key of an announced item is enough. Rows that a
+    async def _obtain(self, item: RequestItem, client: AsyncVisionEncoderClient, left_s: float) -> RowsRead:
+        """How every rank has read the rows. The key of an announced item is enough. Rows that a
         rank does not find are encoded once more before they are ordered again: then the encoder has them, or
         says what is wrong with the item. Raises EncoderError."""
         ends_s = self._clock() + left_s
@@ -89,11 +88,10 @@ class RowOrders:
                 return await self._read(item, status.key, route, left())
         raise AssertionError
 
-    async def _read(self, item: RequestItem, key: bytes, route: bytes, timeout_s: float) -> int:
-        """The number of rows that every rank has read. Raises ItemFailed."""
+    async def _read(self, item: RequestItem, key: bytes, route: bytes, timeout_s: float) -> RowsRead:
+        """Has every rank read the rows. Raises ItemFailed."""
         order = RowsOrder(next(self._numbers), key, route, item.grid)
-        await self._rank_socket.read(order, timeout_s)
-        return order.number
+        return await self._rank_socket.read(order, timeout_s)
 
 
 def _check_grid(status: PrefetchStatus, item: RequestItem) -> None:

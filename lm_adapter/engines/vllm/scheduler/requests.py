@@ -18,7 +18,9 @@ from lm_adapter.engines.vllm.scheduler.rows import Holder, RowsEntry
 class RequestState:
     """replies: the addresses to which its failure is reported. held: rows by index of the feature. needed:
     features whose rows the request queues for, in the order of the prompt. queued_s: when it began to.
-    was_in_step: a step has computed with its rows. end: of the tokens of its last item."""
+    waits_since_s: since when vLLM has been told to wait with its next step, None if it was not.
+    was_looked_up: its rows were looked up in vLLM's own cache. was_in_step: a step has computed with its
+    rows. end: of the tokens of its last item."""
 
     vllm_request: VllmRequest
     replies: set[str] = field(default_factory=set)
@@ -26,6 +28,8 @@ class RequestState:
     held: dict[int, RowsEntry] = field(default_factory=dict)
     needed: deque[int] = field(default_factory=deque)
     queued_s: float = 0.0
+    waits_since_s: float | None = None
+    was_looked_up: bool = False
     was_in_step: bool = False
     has_failed: bool = False
     end: int = 0

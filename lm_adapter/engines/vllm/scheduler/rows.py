@@ -33,13 +33,14 @@ class RowsStage(Enum):
 
 @dataclass(eq=False)
 class RowsEntry:
-    """The rows of one identifier. item: of the first holder. number: by which every rank has them, 0 while
-    they are ordered. holders: with the time at which each came."""
+    """The rows of one identifier. item: of the first holder. number: by which every rank has them, and
+    arrived_s: since when; 0 while they are ordered. holders: with the time at which each came."""
 
     item: RequestItem
     ordered_s: float
     stage: RowsStage = RowsStage.ORDERED
     number: int = 0
+    arrived_s: float = 0.0
     holders: dict[Holder, float] = field(default_factory=dict)
 
     @property
@@ -118,7 +119,7 @@ class SharedRows:
             self._orders.drop(number)
             return
         entry.stage, entry.number = RowsStage.PRESENT, number
-        self.arrived_s = now_s
+        entry.arrived_s = self.arrived_s = now_s
 
     def failed(self, entry: RowsEntry) -> None:
         """The rows are not available. The entry keeps its holders, but nobody else joins it."""

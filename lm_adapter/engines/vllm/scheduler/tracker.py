@@ -36,6 +36,7 @@ from lm_adapter.engines.vllm.scheduler.requests import RequestState
 from lm_adapter.engines.vllm.scheduler.room import Room
 from lm_adapter.engines.vllm.scheduler.rows import RowsEntry, SharedRows
 from lm_adapter.engines.vllm.settings import Settings
+from lm_adapter.engines.vllm.stats import RowStats
 from lm_adapter.errors import EncoderError, InvalidRequest, ItemFailed
 
 logger = logging.getLogger("vllm.vision_encoder")
@@ -73,6 +74,7 @@ class RequestTracker:
         self._requests: dict[str, RequestState] = {}
         self._unavailable: set[str] = set()
         self._in_cache: Collection[str] = ()
+        self._stats = RowStats()
 
     @property
     def used_bytes(self) -> int:
@@ -98,13 +100,29 @@ class RequestTracker:
         if not state.has_failed and len(request.mm_features) != len(state.items):
             # vLLM's streaming sessions add items. Without rows they would be computed as zeros.
             self._fail(state, InvalidRequest("items cannot be added to a request that was admitted"))
-        if state.has_failed:
+        ready_s = None if state.has_failed else self._ready_since(state, num_computed_tokens)
+        if ready_s is None:
+            if state.waits_since_s is None:
+                state.waits_since_s = self._clock()
             return False
+        if state.waits_since_s is not None:
+            # vLLM may ask much later than the rows came, for example while it has no room for a request.
+            self._stats.waited(max(0.0, ready_s - state.waits_since_s))
+            state.waits_since_s = None
+        return True
+
+    def _ready_since(self, state: RequestState, num_computed_tokens: int) -> float | None:
+        """When the last rows of the request's next step came; None if some have not."""
         ahead = state.ahead(num_computed_tokens)
         known = state.known
-        if not known and self._are_in_cache(state.items[index] for index in ahead):
-            # vLLM looks up all items of this step in its cache before it frees any.
-            return True
+        if not known:
+            is_in_cache = self._are_in_cache(state.items[index] for index in ahead)
+            if ahead and not state.was_looked_up:
+                state.was_looked_up = True
+                self._stats.looked_up(len(ahead), is_hit=is_in_cache)
+            if is_in_cache:
+                # vLLM looks up all items of this step in its cache before it frees any.
+                return self._clock()
         # vLLM reports no feature as passed if its tokens come from the prefix cache.
         if behind := known.difference(ahead):
             state.need_no_more(behind)
@@ -119,12 +137,13 @@ class RequestTracker:
             self._serve_queue()
         if state.has_failed or self._waits_for_room(state):
             # Do not give KV blocks to a request without rows: a request with rows may need those blocks.
-            return False
+            return None
         in_step = state.in_step(ahead, num_computed_tokens + self._step_tokens)
         if not state.are_present(in_step):
-            return False
-        self._rows.hand_over_missing((state.held[index] for index in in_step), state.request_id)
-        return True
+            return None
+        entries = [state.held[index] for index in in_step]
+        self._rows.hand_over_missing(entries, state.request_id)
+        return max((entry.arrived_s for entry in entries), default=self._clock())
 
     def _are_in_cache(self, items: Iterable[RequestItem]) -> bool:
         """Also on the ranks when the next step begins."""
@@ -165,6 +184,13 @@ class RequestTracker:
         """Requests to reject; each is returned once."""
         self._take_completed()
         taken, self._unavailable = self._unavailable, set()
+        return taken
+
+    def take_stats(self) -> RowStats | None:
+        """What happened since the last call; None if nothing did."""
+        if self._stats.is_empty():
+            return None
+        taken, self._stats = self._stats, RowStats()
         return taken
 
     def take_step(self, *, has_tokens: bool) -> StepRows:
@@ -290,6 +316,7 @@ class RequestTracker:
 
     def _reject(self, request_id: str, error: EncoderError) -> None:
         self._unavailable.add(request_id)
+        self._stats.failed(error.reason)
         logger.warning("request %s is rejected, it has no rows: %s", request_id, message_of(error))
 
     def _release(self, state: RequestState) -> None:
@@ -307,7 +334,8 @@ class RequestTracker:
         for entry, outcome in self._orders.take_completed():
             is_current = self._rows.is_current(entry)
             if not isinstance(outcome, EncoderError):
-                self._rows.arrived(entry, outcome, self._clock())
+                self._rows.arrived(entry, outcome.number, self._clock())
+                self._stats.got(entry.item.num_bytes, outcome)
             elif is_current:
                 self._lost(entry, outcome)
             if is_current:

@@ -19,10 +19,11 @@ from lm_adapter.engines.shared.geometry import Geometry
 from lm_adapter.engines.vllm.rank_socket import (
     LINK_ERRORS,
     RowsOrder,
+    RowsRead,
     StepRows,
     connect,
+    failure_frame,
     receive,
-    report,
     send,
 )
 from lm_adapter.engines.vllm.settings import Settings
@@ -154,24 +155,23 @@ class RankReader:
             read.cancel()
 
     async def _read(self, order: RowsOrder, writer: asyncio.StreamWriter) -> None:
-        error: EncoderError | None = None
         try:
             try:
-                tensor = await self._rows_of(order)
+                frame = await self._rows_of(order)
             except InvalidRows:
                 # After a restart of the encoder, the client may have checked them against the old model.
-                tensor = await self._rows_of(order)
-            self.rows[order.number] = tensor
-        except EncoderError as failure:
-            error = failure
-        except Exception as failure:
+                frame = await self._rows_of(order)
+        except EncoderError as error:
+            frame = failure_frame(order.number, error)
+        except Exception as error:
             # No error may end more than this item.
-            error = ItemFailed(f"reading rows failed: {type(failure).__name__}: {failure}")
+            failure = ItemFailed(f"reading rows failed: {type(error).__name__}: {error}")
+            frame = failure_frame(order.number, failure)
         self._reads.pop(order.number, None)
-        send(writer, report(order.number, error))
+        send(writer, frame)
 
-    async def _rows_of(self, order: RowsOrder) -> Any:
-        """[num_rows, width] on the rank's device. Raises EncoderError."""
+    async def _rows_of(self, order: RowsOrder) -> dict[str, Any]:
+        """Puts the rows into ``rows``, and returns the report of it. Raises EncoderError."""
         if self._reserve is not None:
             import torch
 
@@ -194,4 +194,5 @@ class RankReader:
             tensor = tensor.to(self._device)
             if self._stream is not None:
                 self._stream.synchronize()
-        return tensor
+        self.rows[order.number] = tensor
+        return RowsRead(order.number, rows.transport, rows.was_lost).frame()
