@@ -105,8 +105,8 @@ PREFIX = "vllm:vision_encoder_"
 
 
 def figures_of(stack: Stack) -> Counter[str]:
-    """The plugin's metrics of vLLM, by their names behind PREFIX and the last label that is not vLLM's own. Sums
-    of engines."""
+    """The plugin's metrics of vLLM: sums of its engines, by the name behind PREFIX and the label that is not
+    vLLM's own."""
     text = httpx.get(f"{stack.vllm.url}/metrics", timeout=10).text
     found = Counter[str]()
     for name, labels, value in re.findall(rf"^{PREFIX}(\w+){{(.*)}} (.*)$", text, re.MULTILINE):
@@ -116,7 +116,7 @@ def figures_of(stack: Stack) -> Counter[str]:
         assert own.pop("model_name") == "model"
         own.pop("engine")
         own.pop("pid", None)
-        found[" ".join((name, *own.values()))] += float(value)
+        found[" ".join((name, *own.values()))] += int(float(value))
     return found
 
 

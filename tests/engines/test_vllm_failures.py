@@ -268,8 +268,8 @@ def test_p32_images_that_vllm_holds_need_no_encoder(stack: Stack, encoder: Encod
 
 
 def test_metrics_of_vllm_say_what_happened_to_images(stack: Stack, encoder: Encoder) -> None:
-    """Two new ones, of which vLLM's cache has one for another text; a damaged image, and a damaged clip, which no
-    scheduler gets. The log has them in vLLM's own line."""
+    """Two new ones, of which vLLM's cache has one for another text; a damaged image, and a damaged clip,
+    which no scheduler gets. vLLM's log has a line of its own for them."""
     wait_for_transport(stack, "host")
     before, first = figures_of(stack), new_picture()[0]
     for image in first, new_picture()[0]:
@@ -286,7 +286,7 @@ def test_metrics_of_vllm_say_what_happened_to_images(stack: Stack, encoder: Enco
         "failures_total UNDECODABLE_CLIP": 1,
     }
     wait_until(lambda: figures_of(stack) - before == happened, f"{happened}")
-    wait_until(lambda: "Num failed UNDECODABLE_IMAGE=1" in stack.vllm.log, "the line of the log")
+    wait_until(lambda: "EC Transfer metrics: Num waits for rows=" in stack.vllm.log, "the line of the log")
 
 
 def test_p33_what_cannot_be_decoded_is_the_clients_fault(stack: Stack, meanwhile: TextRequests) -> None:
