@@ -72,7 +72,7 @@ class EncodedRows(ShortRepr):
     payload: uint8 [num_rows * width * itemsize], contiguous and owned by this record: a numpy array, or a
     torch tensor on the GPU that the rows were copied to. timestamps_s: of the sampled frames, for clips.
     chunk_grids: for a clip of a model that merges time, the chunks whose rows follow one another. transport:
-    how they came, ``device``, ``host`` or ``inline``. was_lost: an eviction overtook a first copy of them.
+    how they came, ``device``, ``host`` or ``inline``. was_lost: a first copy from shared memory was lost.
     """
 
     key: bytes

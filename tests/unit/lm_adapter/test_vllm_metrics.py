@@ -91,6 +91,7 @@ def test_a_request_that_no_engine_had_counts_for_the_first(
         (None, True),
         (EncoderUnavailable("it is away"), False),
         (DeadlineExceeded("it stands still"), False),
+        (ItemFailed("the token's file is gone"), False),
         (EncoderOverloaded("it is full"), True),
         (ModelMismatch("it has another model"), True),
     ],

@@ -13,7 +13,7 @@ from typing import Any
 from prometheus_client import Counter, Gauge, Histogram
 
 from lm_adapter.engines.vllm.stats import BYTES, FAILURES, HITS, LOST_READS, QUERIES, WAITS
-from lm_adapter.errors import DeadlineExceeded, EncoderError, EncoderUnavailable
+from lm_adapter.errors import DeadlineExceeded, EncoderError, EncoderUnavailable, ItemFailed
 from lm_adapter.shm.attachment import TRANSPORTS
 
 WAIT_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -49,11 +49,12 @@ MAX_REASONS = 64
 REASON = re.compile("[A-Z][A-Z_]{1,39}")
 """What an encoder's reasons look like. Others, and those beyond MAX_REASONS, are counted as OTHER_REASON."""
 OTHER_REASON = "OTHER"
-UNREACHABLE = (EncoderUnavailable, DeadlineExceeded)
+UNREACHABLE = (EncoderUnavailable, DeadlineExceeded, ItemFailed)
+"""ItemFailed: this process could not ask, for example because a file of its settings is unusable."""
 
 
 class EncoderMetrics:
-    """Of one process of API servers, for each of its engines; vLLM's ``ECConnectorPromMetrics``."""
+    """Of one API server, for each of its engines; vLLM's ``ECConnectorPromMetrics``."""
 
     def __init__(
         self,

@@ -1,9 +1,9 @@
 """The plugin in vLLM's API server: which engine it takes requests for, and the first call for each file.
 
-Owns the hook by which vLLM's configuration reaches the plugin, the checks that stop a start, and the
-``Prefetch`` by which an encode starts while vLLM still tokenises, and the question by which ``metrics`` knows
-that the encoder answers. An image waits for nothing here. A clip's
-request waits for the encoder's answer, which says which frames the clip has.
+Owns the hook by which vLLM's configuration reaches the plugin, the checks that stop a start, the ``Prefetch``
+by which an encode starts while vLLM still tokenises, and the question whether the encoder answers, for
+``metrics``. An image waits for nothing here. A clip's request waits for the encoder's answer, which says which
+frames the clip has.
 """
 
 from __future__ import annotations

@@ -62,9 +62,9 @@ class RowOrders:
             yield completed.handle, completed.outcome
 
     async def _obtain(self, item: RequestItem, client: AsyncVisionEncoderClient, left_s: float) -> RowsRead:
-        """How every rank has read the rows. The key of an announced item is enough. Rows that a
-        rank does not find are encoded once more before they are ordered again: then the encoder has them, or
-        says what is wrong with the item. Raises EncoderError."""
+        """How every rank has read the rows. The key of an announced item is enough. Rows that a rank does not
+        find are encoded once more before they are ordered again: then the encoder has them, or says what is
+        wrong with the item. Raises EncoderError."""
         ends_s = self._clock() + left_s
 
         def left() -> float:
