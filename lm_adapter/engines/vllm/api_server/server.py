@@ -2,8 +2,8 @@
 
 Owns the hook by which vLLM's configuration reaches the plugin, the checks that stop a start, the ``Prefetch``
 by which an encode starts while vLLM still tokenises, and the question whether the encoder answers, for
-``metrics``. An image waits for nothing here. A clip's request waits for the encoder's answer, which says which
-frames the clip has.
+``metrics``. An image waits for nothing here. A clip's request waits for the encoder's answer, which says
+which frames the clip has.
 """
 
 from __future__ import annotations
