@@ -112,7 +112,7 @@ def test_the_documents_commands(
 def test_p39_rows_give_the_tokens_of_the_tower(
     tower: list[dict[str, Any]], images: list[bytes], stack: Any
 ) -> None:
-    """Alone, again out of caches, and sixteen at once; through device memory."""
+    """Alone, again out of caches, and sixteen at once; through device memory, and vLLM's metrics say so."""
     for _ in range(NUM_ROUNDS):
         agree(tower, [stack.answer(with_pixels(case, images)) for case in CASES], DTYPE)
     numbers = [random.randrange(len(CASES)) for _ in range(64)]
@@ -121,6 +121,11 @@ def test_p39_rows_give_the_tokens_of_the_tower(
     agree([tower[number] for number in numbers], found, DTYPE)
     assert re.findall(r"image rows come by (\w+):", stack.vllm.log)[-1] == "device"
     assert f"{RESIDENT_BYTES >> 20} MiB are reserved for rows" in stack.vllm.log
+    figures = stacks.figures_of(stack)
+    assert figures["rows_bytes_total device"] > 0
+    assert figures["rows_bytes_total host"] == figures["rows_bytes_total inline"] == 0
+    assert figures["cache_queries_total"] > figures["cache_hits_total"] > 0
+    assert figures["reachable"] == 1
 
 
 def test_p32_failures_end_their_requests_alone(stack: Any, encoder: Any) -> None:
