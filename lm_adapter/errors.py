@@ -26,6 +26,7 @@ Each has ``reason``, ``retryable`` and ``retry_after_ms``; ``details`` holds the
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -229,7 +230,8 @@ def from_rpc_error(
         kind, message = _KINDS[grpc.StatusCode.UNAVAILABLE]
     elif kind is EncoderUnavailable and lowered.startswith(_NO_CONNECTION_TEXTS):
         message, where = "no encoder answers at", f"{target} ({method}{progress})"
-        text = f"{text.rpartition('last error: ')[2]}; check the address, and that an encoder runs there"
+        cause = re.sub(r"^.*last error: [A-Z_]+: \S+: ", "", text)
+        text = f"{cause}; check the address, and that `vision-encoder serve` runs there"
     elif code is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in lowered:
         kind, message, reason = RequestRefused, "over the size limit is a message of", "MESSAGE_TOO_LARGE"
     retryable = True if code is grpc.StatusCode.ABORTED else None

@@ -66,8 +66,8 @@ def make_checkpoint(
 ) -> None:
     """Makes a model with random weights, to try the service without a download.
 
-    OUT is a checkpoint folder as the hub has them, which `serve --model OUT` and engines load. Its rows
-    are as many and as wide as the size says, and mean nothing: it is for tests, demos and speed."""
+    A folder as the hub has it, for `serve --model` and engines. Its rows have
+    the right shapes and mean nothing: for tests, demos and benchmarks."""
     from encoder_service.checkpoints.synthetic import make_checkpoint as write
     from encoder_service.errors import StartupError
 

@@ -90,8 +90,8 @@ def serve(**options: Any) -> None:
         check_files(settings)
         check_driver(settings.device)
         check_addresses(settings)
-        log.info("starting", version=__version__, model=str(settings.model), device=settings.device)
         # Imports torch, for seconds, which an answer to a wrong setting does not wait for.
+        log.info("starting", version=__version__, model=str(settings.model), step="importing torch")
         from encoder_service.serve import serve as run
 
         code = asyncio.run(run(settings))
