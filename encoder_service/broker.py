@@ -199,8 +199,8 @@ class Broker:
     # -- other threads ---------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Binds the socket and starts the thread. Waits like ``remove_dead_socket``.
-        Raises ConfigurationError."""
+        """Binds the socket and starts the thread. Blocks as ``remove_dead_socket``. Raises
+        ConfigurationError."""
         if self._thread is not None:
             raise RuntimeError("the broker was started before")
         options = self.options
