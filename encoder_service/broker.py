@@ -27,17 +27,16 @@ import struct
 import sys
 import termios
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import structlog
 from google.protobuf.message import DecodeError
 
 from encoder_service.config import Settings
 from encoder_service.errors import ConfigurationError
+from encoder_service.ops.addresses import remove_dead_socket
 from encoder_service.ops.logs import RepeatedLines
 from encoder_service.ops.shares import Holder, Shares
 from encoder_service.store.arena import Arena
@@ -51,8 +50,6 @@ log = structlog.get_logger(__name__)
 PROTOCOL_VERSION = 1
 MIN_PROTOCOL_VERSION = 1
 MAX_NAME_CHARS = 128
-DYING_S = 3.0
-"""Time that a killed process may take to end. Its sockets are in use until then."""
 POLL_S = 0.02
 TICK_S = 0.5
 """Interval of the checks of tokens and unread replies, and the pause after a client could not be accepted."""
@@ -202,8 +199,8 @@ class Broker:
     # -- other threads ---------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Binds the socket and starts the thread. Waits up to DYING_S for a killed process that still
-        listens. Raises ConfigurationError."""
+        """Binds the socket and starts the thread. Blocks as ``remove_dead_socket``. Raises
+        ConfigurationError."""
         if self._thread is not None:
             raise RuntimeError("the broker was started before")
         options = self.options
@@ -373,7 +370,7 @@ class Broker:
             client.socket.close()
         more = {} if client.namespace is not None else self._repeated.due(client.cause)
         if more is not None:  # a hostile client can make many connections without a Hello
-            log.info(
+            log.debug(
                 "client left", client=client.name, pid=client.pid, uid=client.uid, cause=client.cause, **more
             )
 
@@ -444,7 +441,7 @@ class Broker:
             client.holder = former
             raise _Refused("TOO_MANY_CONNECTIONS", text, retryable=True)
         client.namespace, client.token, client.name = namespace, hello.token, hello.client_name
-        log.info("client connected", client=client.name, namespace=namespace, pid=client.pid, uid=client.uid)
+        log.debug("client connected", client=client.name, namespace=namespace, pid=client.pid, uid=client.uid)
         return pb.BrokerWelcome(
             protocol_version=min(PROTOCOL_VERSION, hello.protocol_version),
             instance_id=self.options.instance_id,
@@ -608,35 +605,3 @@ class ListeningSocket:
                 os.unlink(self.path)
         self._identity = None  # another file may get the inode's number
         self.socket.close()
-
-
-def remove_dead_socket(path: str) -> None:
-    """Unlinks a socket without a listener. Waits up to DYING_S for a process that listens. Raises
-    ConfigurationError if it still listens then, if the path is not a socket, or if the folder is missing."""
-    folder = os.path.dirname(path)
-    if not os.path.isdir(folder):
-        raise ConfigurationError(f"cannot listen on unix:{path}: the folder {folder} does not exist")
-    if not os.path.lexists(path):
-        return
-    if not stat.S_ISSOCK(os.lstat(path).st_mode):
-        raise ConfigurationError(f"cannot listen on unix:{path}: the path is not a socket")
-    ends_s = time.monotonic() + DYING_S
-    while _is_in_use(path):
-        if time.monotonic() >= ends_s:
-            raise ConfigurationError(f"cannot listen on unix:{path}: another process listens there")
-        time.sleep(POLL_S)
-    log.warning("removing the socket of a process that is gone", path=path)
-    Path(path).unlink(missing_ok=True)
-
-
-def _is_in_use(path: str) -> bool:
-    """Whether a process listens on this socket. Raises OSError if that cannot be determined."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as trial:
-        trial.setblocking(False)
-        try:
-            trial.connect(path)
-        except (ConnectionRefusedError, FileNotFoundError):
-            return False
-        except BlockingIOError:
-            pass  # the listener's queue is full
-        return True

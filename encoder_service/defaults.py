@@ -1,7 +1,8 @@
 """What the value ``auto`` of a setting means on this host: the device, and the broker's socket.
 
 Owns finding a GPU, the reason why torch cannot use one, and a folder for the socket that only the service's
-user may enter. The checkpoint's dtype is read in ``startup``, with the checkpoint.
+user may enter. The checkpoint's dtype is read in ``startup``, with the checkpoint. Without ``with_device``
+torch is not imported.
 """
 
 from __future__ import annotations
@@ -16,11 +17,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import structlog
-import torch
 
-from encoder_service.broker import remove_dead_socket
 from encoder_service.config import AUTO, Settings, check_address
 from encoder_service.errors import ConfigurationError
+from encoder_service.ops.addresses import remove_dead_socket
 
 log = structlog.get_logger(__name__)
 
@@ -32,6 +32,8 @@ DRIVER_FILE = Path("/dev/nvidiactl")
 def with_device(settings: Settings) -> Settings:
     """The settings with the name of a device that torch can use. Logs which, and a warning with the reason
     for a CPU beside a GPU. Raises ConfigurationError for a GPU that torch cannot use."""
+    import torch
+
     if settings.device == "cpu":
         if has_gpu():
             log.warning(
@@ -63,22 +65,41 @@ def with_device(settings: Settings) -> Settings:
     return settings
 
 
+def check_driver(device: str) -> None:
+    """Raises ConfigurationError for a GPU on a host without any part of NVIDIA's driver. What else keeps
+    torch from a GPU is found by ``with_device``."""
+    if device.startswith("cuda") and not (has_gpu() or has_driver_library()):
+        raise ConfigurationError(
+            f"--device is {device}, and this host has no NVIDIA driver: there is no {DRIVER_FILE}, "
+            "nvidia-smi or libcuda.so.1; a container needs NVIDIA's runtime (docker run --gpus all); "
+            "--device auto takes the CPU where there is no GPU"
+        )
+
+
 def has_gpu() -> bool:
     """Whether NVIDIA's driver is installed, also where torch cannot use it."""
     return DRIVER_FILE.exists() or shutil.which("nvidia-smi") is not None
 
 
+def has_driver_library() -> bool:
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
+
+
 def usable_gpus() -> tuple[int, str]:
     """How many GPUs torch can use, and the reason if that is none."""
+    import torch
+
     with warnings.catch_warnings():  # of a driver that is too old; the reason has the text
         warnings.simplefilter("ignore")
         if torch.cuda.is_available():
             return torch.cuda.device_count(), ""
     if torch.version.cuda is None and torch.version.hip is None:
         return 0, f"torch {torch.__version__} is a build for the CPU, install a build for CUDA"
-    try:
-        ctypes.CDLL("libcuda.so.1")
-    except OSError:
+    if not has_driver_library():
         return 0, (
             "the driver's library libcuda.so.1 is not found; a container needs NVIDIA's runtime, with "
             "compute in NVIDIA_DRIVER_CAPABILITIES"

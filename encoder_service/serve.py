@@ -15,7 +15,7 @@ import signal
 import ssl
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import structlog
@@ -27,7 +27,7 @@ from encoder_service.config import Settings
 from encoder_service.defaults import with_broker_path, with_device
 from encoder_service.engine.device import DeviceEngine
 from encoder_service.engine.faults import first_line
-from encoder_service.errors import ConfigurationError, DeviceFault, StartupError
+from encoder_service.errors import DeviceFault, StartupError
 from encoder_service.http.endpoint import Access, EncodeEndpoint
 from encoder_service.http.explained import NAMESPACE, explained
 from encoder_service.http.server import HttpEncodeServer
@@ -97,24 +97,6 @@ DRAIN_REPORT_S = 5.0
 MAX_PLAYGROUND_CALLS = 2
 # Copies between tiers end within this time, or the device hangs.
 STORE_STOP_S = 5.0
-
-
-PORT_OPTIONS = {
-    "http": "--http-listen",
-    "sglang": "--serve-sglang",
-    "tokenspeed": "--serve-tokenspeed or --tokenspeed-bootstrap-port",
-}
-
-
-@contextlib.contextmanager
-def naming(options: str) -> Iterator[None]:
-    """Adds to the error of an address that cannot be bound which option changes it."""
-    try:
-        yield
-    except ConfigurationError as error:
-        if "address" not in error.details:
-            raise
-        raise ConfigurationError(f"{error.message}; set {options}, where port 0 takes a free one") from None
 
 
 class ForeignServer:
@@ -248,8 +230,6 @@ class Service:
         """Returns once the service is ready, and its log says so with all addresses. Raises StartupError;
         nothing is left running then."""
         started_s = time.monotonic()
-        settings = self.settings
-        log.info("starting", version=__version__, model=str(settings.model), device=settings.device)
         try:
             store = await self._open()
             model = await self._load(store)
@@ -276,15 +256,12 @@ class Service:
         """Binds addresses and takes memory. This comes before the model, which takes longer to load, so that
         a port in use or too little memory fails at once."""
         settings = self.settings
-        with naming("--listen"):
-            self.listen = self._grpc.bind(settings.listen)
-        with naming("--admin-listen"):
-            self._admin.open(self)
+        self.listen = self._grpc.bind(settings.listen)
+        self._admin.open(self)
         if self._admin.address:
             self.addresses["admin"] = self._admin.address
         for name, foreign in self.protocols.items():
-            with naming(PORT_OPTIONS[name]):
-                await foreign.start(settings)
+            await foreign.start(settings)
             self.addresses[name] = foreign.address
             if is_reachable(foreign.address) and not foreign.has_tokens:
                 log.warning("a protocol without tokens can be reached", protocol=name, listen=foreign.address)
@@ -298,6 +275,8 @@ class Service:
             prefixes = self._tokenspeed.segment_prefixes
         self._segments = open_segments(settings, prefixes, self.metrics)
         self.settings = settings = await on_own_thread(with_broker_path, settings, self.listen)
+        if settings.broker_path:
+            log.info("taking shared memory for rows", mib=settings.arena_bytes >> 20)
         self.store = store = await on_own_thread(self._open_store)
         self.broker = await on_own_thread(start_broker, settings, self._instance_id, store, self._tokens)
         return store

@@ -26,6 +26,7 @@ Each has ``reason``, ``retryable`` and ``retry_after_ms``; ``details`` holds the
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -197,6 +198,8 @@ _KINDS: dict[grpc.StatusCode, tuple[type[CallFailed], str]] = {
     grpc.StatusCode.UNKNOWN: (EncoderFault, "the encoder failed in"),
     grpc.StatusCode.DATA_LOSS: (EncoderFault, "the encoder failed in"),
 }
+# How gRPC begins the text of a call for which it got no connection.
+_NO_CONNECTION_TEXTS = ("failed to connect", "connections to all", "errors resolving", "dns resolution")
 # gRPC also reports a connection that breaks mid-stream as INTERNAL or UNKNOWN, with one of these texts.
 _CUT_TEXTS = ("rst_stream", "stream removed", "socket closed", "connection reset", "goaway")
 
@@ -225,6 +228,10 @@ def from_rpc_error(
         mark in lowered for mark in _CUT_TEXTS
     ):
         kind, message = _KINDS[grpc.StatusCode.UNAVAILABLE]
+    elif kind is EncoderUnavailable and lowered.startswith(_NO_CONNECTION_TEXTS):
+        message, where = "no encoder answers at", f"{target} ({method}{progress})"
+        cause = re.sub(r"^.*last error: [A-Z_]+: \S+: ", "", text)
+        text = f"{cause}; check the address, and that `vision-encoder serve` runs there"
     elif code is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in lowered:
         kind, message, reason = RequestRefused, "over the size limit is a message of", "MESSAGE_TOO_LARGE"
     retryable = True if code is grpc.StatusCode.ABORTED else None

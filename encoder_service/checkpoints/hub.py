@@ -155,9 +155,16 @@ class Hub:
                     raise CheckpointError(f"{shard.url} sent {-left} bytes more than {needed}")
                 yield piece
 
-    def retried(self, action: Callable[[], Result], position: Callable[[], int] = lambda: 0) -> Result:
+    def retried(
+        self,
+        action: Callable[[], Result],
+        position: Callable[[], int] = lambda: 0,
+        *,
+        is_first: bool = False,
+    ) -> Result:
         """The action's result. It is tried again after a broken connection and a status of 408, 429 or 5xx;
-        gives up after MAX_FAILURES in a row at the same position. Raises REQUEST_ERRORS."""
+        gives up after MAX_FAILURES in a row at the same position. is_first: the hub has not answered before,
+        so without an answer it is not tried again. Raises REQUEST_ERRORS."""
         failures, last = 0, position()
         while True:
             try:
@@ -165,7 +172,8 @@ class Hub:
             except HTTPError as error:
                 failures = failures + 1 if position() == last else 1
                 last = position()
-                if not is_transient(error) or failures == MAX_FAILURES:
+                is_unreachable = is_first and not isinstance(error, HfHubHTTPError)
+                if is_unreachable or not is_transient(error) or failures == MAX_FAILURES:
                     raise
                 log.warning("a transfer broke off and is continued", error=cause(error))
                 self.pause(2.0 ** (failures - 1))
@@ -271,11 +279,11 @@ def find_config(model: HubId, cached: Path | None, hub: Hub) -> tuple[Path, Exce
     """config.json, in the cache's folder of the model's newest commit. If the hub cannot be asked: the cached
     one, and why. Raises REQUEST_ERRORS."""
     try:
-        # Fails at once, where the download below would try for half a minute.
+        # Fails at once where there is no connection, for which the download below would try half a minute.
         def ask() -> object:
             return hub.api.get_hf_file_metadata(url=hub.url(model, CONFIG_FILE))
 
-        ask() if cached is not None else hub.retried(ask)
+        ask() if cached is not None else hub.retried(ask, is_first=True)
         return hub.file(model, CONFIG_FILE), None
     except (RevisionNotFoundError, RemoteEntryNotFoundError):
         raise
@@ -457,7 +465,9 @@ def explained(error: Exception, model: HubId, hub: Hub) -> CheckpointError:
             text = f"there is no folder {model.repo} here, and a model on a hub cannot have the name: {error}"
         case _:
             text = (
-                f"there is no folder {model.repo} here, and {endpoint} cannot be asked for a model of that"
-                f" name: {cause(error)}"
+                f"there is no folder {model.repo} here, {cache_of(hub)} lacks {model}, and {endpoint} cannot"
+                f" be reached: {cause(error)}; check the network and HF_ENDPOINT, or give a checkpoint's"
+                f" folder as --model, or fill the cache by `vision-encoder download {model}` elsewhere and"
+                " set HF_HUB_OFFLINE=1"
             )
     return CheckpointError(text)

@@ -53,13 +53,21 @@ class Size(enum.StrEnum):
 
 
 def make_checkpoint(
-    out: Annotated[Path, typer.Argument(help="Directory to write; must not exist or be empty.")],
-    family: Annotated[Family, typer.Option(help="Which model family.")],
-    size: Annotated[Size, typer.Option(help="full has the real tower's dimensions.")] = Size.TINY,
+    out: Annotated[Path, typer.Argument(help="Folder to write; it is made, or is empty.")],
+    family: Annotated[Family, typer.Option(help="Model family whose layout and processor it has.")],
+    size: Annotated[
+        Size,
+        typer.Option(help="tiny: for tests; small: a CPU serves it well; full: the real tower's."),
+    ] = Size.TINY,
     seed: Annotated[int, typer.Option(help="The same seed gives the same weights.")] = 0,
-    with_lm: Annotated[bool, typer.Option("--with-lm", help="A small language model too.")] = False,
+    with_lm: Annotated[
+        bool, typer.Option("--with-lm", help="With a small language model, for engines and the demo.")
+    ] = False,
 ) -> None:
-    """Writes a random-weight checkpoint in the hub's layout: for tests, demos and benchmarks."""
+    """Makes a model with random weights, to try the service without a download.
+
+    A folder as the hub has it, for `serve --model` and engines. Its rows have
+    the right shapes and mean nothing: for tests, demos and benchmarks."""
     from encoder_service.checkpoints.synthetic import make_checkpoint as write
     from encoder_service.errors import StartupError
 

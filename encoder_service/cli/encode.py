@@ -217,6 +217,7 @@ class Run:
                 self._has_ended = True
                 if self._output is not None:
                     self._report.files = self._output.finish(is_whole=is_whole)
+                    self._report.index = self._output.index
 
     async def _work(self, queue: Iterator[tuple[int, Source]]) -> None:
         """Takes items one after another. Only those that workers have taken are in memory."""

@@ -39,11 +39,12 @@ class RunEnded(Exception):
 
 
 class Report:
-    """Of the items of one run. files: with rows, once it has ended."""
+    """Of the items of one run. files, index: with rows and of their tensors, once it has ended."""
 
     def __init__(self, server: str, sources: Sequence[Source], *, as_json: bool) -> None:
         self.progress = Progress(len(sources))
         self.files: Sequence[Path] = ()
+        self.index: Path | None = None
         self._server = server
         self._sources = sources
         self._as_json = as_json
@@ -88,10 +89,11 @@ class Report:
     def show(self) -> int:
         """The table and the sum of a run that has ended. Returns the exit code."""
         num_items, num_failed = len(self._sources), self._reasons.total()
-        if self._has_table:
-            self._show_table()
-        if not self._as_json:
-            print(plain(self._sum()))
+        if num_failed < self.progress.num_done:
+            if self._has_table:
+                self._show_table()
+            if not self._as_json:
+                print(plain(self._sum()))
         if not num_failed:
             return 0
         reasons = ", ".join(f"{count} {reason}" for reason, count in self._reasons.most_common())
@@ -102,7 +104,7 @@ class Report:
         """Shows why a run ended before its last item."""
         if self._as_json and error is not None:
             print_json({"server": self._server} | error_fields(error))
-        complain(f"{self._server}: {message}" if error is not None else message)
+        complain(message if error is None or self._server in message else f"{self._server}: {message}")
         if self.progress.num_done:
             self.show()
             complain(
@@ -120,7 +122,8 @@ class Report:
         if not self.files:
             return text
         first, last = str(self.files[0]), str(self.files[-1])
-        return f"{text}; rows in {first}" + (f" to {last}" if last != first else "")
+        text = f"{text}; rows in {first}" + (f" to {last}" if last != first else "")
+        return text if self.index is None else f"{text}, index {self.index}"
 
     def _show_table(self) -> None:
         """Items of the same name are shown by their paths."""

@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from encoder_service.cli.connection import Connection, calls_a_service
-from encoder_service.cli.output import EXIT_FAILED, error_fields, fail_at, plain, print_json, print_table
+from encoder_service.cli.output import (
+    EXIT_FAILED,
+    complain,
+    error_fields,
+    fail_at,
+    plain,
+    print_json,
+    print_table,
+)
 
 if TYPE_CHECKING:
     from lm_adapter import ServerInfo
@@ -102,6 +110,7 @@ def health(
             is_serving = client.is_serving()
     except CallFailed as error:
         failure = error_fields(error)
+        complain(str(error))
     except EncoderError as error:
         fail_at(connection.server, error, as_json=as_json)
     if as_json:

@@ -77,4 +77,4 @@ def fail_at(server: str, error: EncoderError, *, as_json: bool = False) -> NoRet
     """Ends the command with an error of the service at an address."""
     if as_json:
         print_json({"server": server} | error_fields(error))
-    fail(f"{server}: {error}")
+    fail(str(error) if server in str(error) else f"{server}: {error}")

@@ -56,9 +56,10 @@ class CannotWrite(Exception):
 
 class RowsOutput(Protocol):
     """Where rows go. Its methods raise OSError and CannotWrite. replaces: whether new rows of an item take
-    the place of recorded ones."""
+    the place of recorded ones. index: the file that says where each tensor is, once it is there."""
 
     replaces: ClassVar[bool]
+    index: Path | None
 
     def recorded(self, name: str) -> Recorded | None:
         """What an earlier run has written of an item; None for a run that does not resume."""
@@ -74,6 +75,7 @@ class FilePerItem:
     """A file for each item, under the item's own path below a folder, with the suffix ``.safetensors``."""
 
     replaces: ClassVar[bool] = True
+    index: Path | None = None
 
     def __init__(self, folder: Path, sources: Sequence[Source], *, resumes: bool) -> None:
         named: dict[tuple[str, ...], str] = {}
@@ -126,6 +128,7 @@ class Appended:
     """Files to which items are appended: their locks, and the items that they have."""
 
     replaces: ClassVar[bool] = False
+    index: Path | None = None
 
     def __init__(self, out: Path, sources: Sequence[Source], *, resumes: bool) -> None:
         self.out = Path(os.path.realpath(out))
@@ -230,10 +233,10 @@ class Shards(Appended):
 
     def __init__(self, out: Path, sources: Sequence[Source], max_bytes: int, *, resumes: bool) -> None:
         super().__init__(out, sources, resumes=resumes)
-        self.index_path = self.out.with_name(f"{self.out.name}.index.json")
         self.stem = self.out.name.removesuffix(SUFFIX)
         self.max_bytes = max_bytes
         self.shards = self._finished_shards()
+        self.index = self._index_path() if self.shards else None
         if self.shards and not resumes:
             raise CannotWrite(
                 f"{self.shards[0]} exists: --resume continues with its run; remove its shards for a new one"
@@ -275,6 +278,9 @@ class Shards(Appended):
     def _shard_path(self, number: int) -> Path:
         return self.out.with_name(f"{self.stem}-{number:05}{SUFFIX}")
 
+    def _index_path(self) -> Path:
+        return self.out.with_name(f"{self.out.name}.index.json")
+
     def _partial_path(self) -> Path:
         return beside(self._shard_path(len(self.shards) + 1), PARTIAL)
 
@@ -298,7 +304,8 @@ class Shards(Appended):
             total_size += header.end_bytes
         metadata = {"format": ROWS_FORMAT, "num_items": len(self.sources), "total_size": total_size}
         index = json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=1)
-        write_file(self.index_path, [index.encode()])
+        self.index = self._index_path()
+        write_file(self.index, [index.encode()])
 
 
 def open_output(

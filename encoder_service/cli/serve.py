@@ -9,17 +9,25 @@ import inspect
 import os
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
+import structlog
 import typer
 from typer.core import TyperCommand
 
+from encoder_service import __version__
 from encoder_service.cli.options import with_options
 from encoder_service.cli.output import EXIT_CANNOT_START, EXIT_FAILED
 
 if TYPE_CHECKING:
     from encoder_service.config import Settings
+
+
+log = structlog.get_logger(__name__)
+
+TCP_SETTINGS = ("admin_listen", "http_listen", "serve_sglang", "serve_tokenspeed")
+"""Settings of one host:port each; empty: none."""
 
 
 class GroupedCommand(TyperCommand):
@@ -69,6 +77,7 @@ def serve(**options: Any) -> None:
     separated by commas, or the option is repeated."""
     from encoder_service.checkpoints.hub_id import check_model
     from encoder_service.config import parse_settings
+    from encoder_service.defaults import check_driver
     from encoder_service.errors import StartupError, missing_module
     from encoder_service.ops.logs import configure_logs, never_wait, silence_grpc
 
@@ -79,7 +88,10 @@ def serve(**options: Any) -> None:
         silence_grpc()
         check_model(settings.model)
         check_files(settings)
+        check_driver(settings.device)
+        check_addresses(settings)
         # Imports torch, for seconds, which an answer to a wrong setting does not wait for.
+        log.info("starting", version=__version__, model=str(settings.model), step="importing torch")
         from encoder_service.serve import serve as run
 
         code = asyncio.run(run(settings))
@@ -102,6 +114,43 @@ def check_files(settings: Settings) -> None:
         if file is not None and not os.access(file, os.R_OK):
             reason = "no permission" if os.path.exists(file) else "no such file"
             raise ConfigurationError(f"{option_of(name)}: cannot read {file}: {reason}")
+
+
+def check_addresses(settings: Settings) -> None:
+    """Takes every address for a moment. Raises ConfigurationError for one that cannot be listened on, with
+    the option that changes it. The service binds them anew: gRPC takes no socket that another one bound."""
+    from encoder_service.errors import ConfigurationError
+    from encoder_service.ops.addresses import listen_tcp, remove_dead_socket
+
+    with contextlib.ExitStack() as taken:  # all at once, so that two options with one port are found too
+        for option, address, free in addresses_of(settings):
+            try:
+                if address.startswith("unix:"):
+                    remove_dead_socket(address.removeprefix("unix:"))
+                else:
+                    taken.enter_context(listen_tcp(address))
+            except ConfigurationError as error:
+                is_taken = error.details.get("errno") == "EADDRINUSE"
+                advice = f"{option} {free} takes a free port" if is_taken else f"set {option} to another one"
+                raise ConfigurationError(f"{error.message}; {advice}") from None
+
+
+def addresses_of(settings: Settings) -> Iterator[tuple[str, str, str]]:
+    """Each address that is set: its option, the address, and the option's value for a free port."""
+    from encoder_service.config import AUTO, option_of
+
+    of_option = [("listen", address) for address in settings.listen]
+    of_option += [(name, getattr(settings, name)) for name in TCP_SETTINGS]
+    if settings.broker_path not in ("", AUTO):
+        of_option.append(("broker_path", f"unix:{settings.broker_path}"))
+    for name, address in of_option:
+        if address:
+            yield option_of(name), address, f"{address.rpartition(':')[0]}:0"
+    first = settings.tokenspeed_bootstrap_port
+    if settings.serve_tokenspeed and first:
+        host = settings.serve_tokenspeed.rpartition(":")[0]
+        for port in (first, first + 1):
+            yield option_of("tokenspeed_bootstrap_port"), f"{host}:{port}", "0"
 
 
 def given_options(options: Mapping[str, Any]) -> dict[str, str | bool]:

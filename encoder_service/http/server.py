@@ -14,7 +14,7 @@ from http import HTTPStatus
 from typing import Any
 
 from fastapi import Depends, FastAPI, Request, Response
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, RedirectResponse
 from fastapi.security import HTTPBearer
 from fastapi_offline import FastAPIOffline
 from starlette.applications import Starlette
@@ -86,6 +86,7 @@ class HttpEncodeServer:
         self._encode = EncodeEndpoint(access, rows_answer, metrics, instance_id, not_ready_because)
         app = FastAPIOffline(title="vision-encoder", version=__version__)
         add_routes(app, self._encode, self._health, self._server_info)
+        app.add_api_route("/", to_reference, include_in_schema=False)
         app.add_exception_handler(HTTPException, no_route)
         self.app: Starlette = app
 
@@ -127,6 +128,11 @@ class HttpEncodeServer:
         except VisionEncoderError as error:
             return error_response(failure_fields(error))
         return JSONResponse(info_dict(info))
+
+
+async def to_reference() -> Response:
+    """Relative, so that a proxy may serve it below a path of its own."""
+    return RedirectResponse("docs")
 
 
 async def no_route(request: Request, error: Exception) -> Response:

@@ -35,7 +35,8 @@ from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from encoder_service.errors import BodyTooLarge, ConfigurationError, DeadlineExceeded, QueueFull
+from encoder_service.errors import BodyTooLarge, DeadlineExceeded, QueueFull
+from encoder_service.ops.addresses import listen_tcp
 from encoder_service.ops.logs import RepeatedLines
 from encoder_service.ops.shares import Holder, Shares
 
@@ -77,7 +78,7 @@ class HttpLimits:
 
 
 class HttpServer:
-    """Serves one application on one address. The socket is bound at once. Signals are left to the service.
+    """Serves one application on one address. The socket listens at once. Signals are left to the service.
 
     connections, requests: what is in progress, and its limits."""
 
@@ -85,7 +86,7 @@ class HttpServer:
         self, app: ASGIApp, address: str, limits: HttpLimits, tls: ssl.SSLContext | None = None
     ) -> None:
         """Raises ConfigurationError for an address that cannot be bound."""
-        self._socket = bind_tcp(address)
+        self._socket = listen_tcp(address, BACKLOG)
         host, port = self._socket.getsockname()[:2]
         self.address = f"{host}:{port}"
         self.connections = Connections(limits.max_connections)
@@ -105,9 +106,8 @@ class HttpServer:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Connections are accepted once this returns."""
+        """Connections are accepted once this returns. Until then they wait."""
         self._socket.setblocking(False)
-        self._socket.listen(BACKLOG)
         self._task = asyncio.get_running_loop().create_task(self._server.serve(sockets=[self._socket]))
 
     async def stop(self) -> None:
@@ -449,19 +449,3 @@ async def read_body(request: Request) -> bytes:
 def peer_address(address: tuple[Any, ...] | None) -> str:
     """The IP address of a connection's peer; empty if it has none."""
     return str(address[0]) if address else ""
-
-
-def bind_tcp(address: str) -> socket.socket:
-    """A bound TCP socket. Raises ConfigurationError for an address that cannot be bound."""
-    host, _, port = address.rpartition(":")
-    host = host.strip("[]")
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    bound = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind((host, int(port)))
-    except OSError as error:
-        bound.close()
-        reason = error.strerror or str(error)
-        raise ConfigurationError(f"cannot listen on {address}: {reason}", address=address) from None
-    return bound

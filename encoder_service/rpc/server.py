@@ -20,10 +20,9 @@ import structlog
 from grpc_health.v1 import health
 from grpc_reflection.v1alpha import reflection
 
-from encoder_service.broker import remove_dead_socket
 from encoder_service.config import Settings
 from encoder_service.errors import ConfigurationError
-from encoder_service.ops.http_server import bind_tcp
+from encoder_service.ops.addresses import remove_dead_socket
 from encoder_service.ops.metrics import Metrics
 from encoder_service.ops.reloaded import Reloaded
 from encoder_service.ops.tls import Certificates, certificate_files
@@ -122,16 +121,14 @@ class GrpcServer:
                     self._bind_unix(Path(address.removeprefix("unix:")))
                     bound.append(address)
                     continue
-                # Takes the port for a moment, because gRPC writes lines of its own about one that is in use.
-                bind_tcp(address).close()
                 if self._certificates is None:
                     port = self._server.add_insecure_port(address)
                 else:
                     port = self._server.add_secure_port(address, server_credentials(self._certificates))
-            except (RuntimeError, OSError) as error:
-                raise ConfigurationError(f"cannot listen on {address}: {error}", address=address) from None
-            if not port:
-                raise ConfigurationError(f"cannot listen on {address}", address=address)
+            except OSError as error:
+                raise ConfigurationError(f"cannot listen on {address}: {error.strerror or error}") from None
+            except RuntimeError:  # which names a variable of gRPC, and no reason
+                raise ConfigurationError(f"cannot listen on {address}: gRPC cannot bind it") from None
             self._ports.add(port)
             bound.append(f"{address.rpartition(':')[0]}:{port}")
         return tuple(bound)

@@ -28,6 +28,8 @@ from encoder_service.errors import ConfigurationError, InternalError
 _F_SEAL_FUTURE_WRITE = 0x0010
 _SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _REGISTER_PORTABLE = 1
+# From linux/mman.h.
+_MADV_POPULATE_WRITE = 23
 
 
 class SealedFile:
@@ -87,8 +89,10 @@ class HostMemory:
         with contextlib.suppress(OSError):  # the kernel may lack transparent huge pages
             mapping.madvise(mmap.MADV_HUGEPAGE)
         owner = _MappedBytes(mapping)
-        if is_exported:  # fills the page table now instead of during the first copies
-            np.asarray(owner).fill(0)
+        if is_exported:
+            # Fills the page table now instead of during the first copies. A kernel before 5.14 does not.
+            with contextlib.suppress(OSError):
+                mapping.madvise(_MADV_POPULATE_WRITE)
         if pin:
             _register(owner.address, self.size_bytes)
         self._finalizer = weakref.finalize(owner, _release, mapping, owner.address if pin else 0)

@@ -145,6 +145,7 @@ def test_info_health_and_the_reference(service: RunningService, client: httpx.Cl
     assert client.get("/health").json() == {"status": "ready"}
     info = client.get("/v1/info").json()
     assert info["limits"]["max_message_bytes"] == MAX_BODY_BYTES
+    assert client.get("/").headers["location"] == "docs"
     described = client.get("/openapi.json").json()
     content = described["paths"][ROUTE]["post"]["requestBody"]["content"]
     assert set(content) == {"multipart/form-data", "application/json"}

@@ -113,7 +113,11 @@ def test_one_ready_line_then_info_and_health_then_sigterm_ends_with_zero(
     assert process.errors == ""
     gone = client_command("health", "--server", process.target, "--timeout-s", "1")
     assert (gone.exit_code, gone.stdout) == (1, "NOT SERVING\n")
-    assert client_command("info", "--server", process.target, "--timeout-s", "1").exit_code == 1
+    shown = client_command("info", "--server", process.target, "--timeout-s", "1")
+    assert shown.exit_code == 1
+    for errors in (gone.stderr, shown.stderr):
+        assert errors.startswith(f"vision-encoder: no encoder answers at {process.target} (")
+        assert "Connection refused; check the address" in errors
 
 
 def test_p72_the_whole_output_of_a_service_is_its_log_in_json(
@@ -173,17 +177,32 @@ def test_a_killed_server_leaves_a_socket_that_the_next_one_takes(
 
 
 @pytest.mark.without_device
-@pytest.mark.parametrize("option", ["--listen", "--admin-listen", "--serve-sglang"])
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        *((f"{option} HOST:PORT", f"{option} HOST:0") for option in (
+            "--listen", "--admin-listen", "--http-listen", "--serve-sglang", "--serve-tokenspeed"
+        )),
+        ("--serve-tokenspeed HOST:0 --tokenspeed-bootstrap-port PORT", "--tokenspeed-bootstrap-port 0"),
+        ("--admin-listen HOST:FREE --http-listen HOST:FREE", "--http-listen HOST:0"),
+    ],
+)  # fmt: skip
 def test_a_second_service_on_a_host_says_which_option_gives_it_another_port(
-    checkpoints: dict[str, Path], option: str
+    checkpoints: dict[str, Path], given: str, named: str
 ) -> None:
+    """Before torch is imported, which follows the log's first line."""
     free = ("--listen", "127.0.0.1:0", "--admin-listen", "", "--broker-path", "")
-    with socket.create_server(("127.0.0.1", 0)) as first:
-        address = f"127.0.0.1:{first.getsockname()[1]}"
-        ended = command("serve", "--model", checkpoints["qwen3_vl"], *free, option, address)
-    assert ended.returncode == 2
-    assert f"cannot listen on {address}: Address already in use; set {option}, where" in ended.stderr
-    assert "add_port" not in ended.stderr  # a line of gRPC's own
+    with socket.create_server(("127.0.0.1", 0)) as first, socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        port = (unused if "FREE" in given else first).getsockname()[1]
+        unused.close()
+        options = given.replace("HOST", "127.0.0.1").replace("PORT", str(port)).replace("FREE", str(port))
+        ended = command("serve", "--model", checkpoints["qwen3_vl"], *free, *options.split())
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr == (
+        f"vision-encoder: cannot start: cannot listen on 127.0.0.1:{port}: Address already in use; "
+        f"{named.replace('HOST', '127.0.0.1')} takes a free port\n"
+    )
 
 
 # A service whose load or whose forwards take a minute. A line on standard output says that they run.

@@ -329,13 +329,18 @@ def test_closed_and_missing_models_say_what_to_do(fake: FakeHub, published: Path
     assert tokens == {("hub", "Bearer sesame")}  # never the other host's
 
 
-def test_an_unreachable_hub_is_named(fake: FakeHub, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_hub_is_named_at_once(
+    fake: FakeHub, hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fake.hub.shutdown()
     fake.hub.server_close()
+    pauses: list[float] = []
+    hub = Hub(hub.api, hub.cache_dir, hub.assets_dir, pauses.append)
     with pytest.raises(
-        CheckpointError, match=rf"no folder {MODEL.repo} here, and {fake.url} cannot be asked"
+        CheckpointError, match=rf"lacks {MODEL}, and {fake.url} cannot be reached: .* refused"
     ):
         fetch(MODEL, hub)
+    assert pauses == []
     monkeypatch.setattr("huggingface_hub.constants.is_offline_mode", lambda: True)
     with pytest.raises(CheckpointError, match="HF_HUB_OFFLINE is set: run `vision-encoder download"):
         fetch(MODEL, hub)

@@ -107,6 +107,14 @@ def test_names_are_neither_interpreted_nor_in_the_way(name: str, fake: FakeEncod
             assert done.stderr.endswith("1 of 3 images failed: 1 UNDECODABLE_IMAGE\n")
 
 
+def test_a_run_without_rows_shows_its_failures_alone(fake: FakeEncoder, tmp_path: Path) -> None:
+    (path,) = written(tmp_path, "a.png")
+    fake.script.failures[content_digest(path.read_bytes())] = ItemFailed("no image", reason="BAD", status=3)
+    done = encode(fake, path)
+    failure = f"vision-encoder: {path}: BAD: no image\nvision-encoder: 1 of 1 images failed: 1 BAD\n"
+    assert (done.exit_code, done.stdout, done.stderr) == (1, "", failure)
+
+
 def test_names_on_a_terminal_that_knows_ascii_alone(fake: FakeEncoder, tmp_path: Path) -> None:
     paths, out = written(tmp_path, *NAMES), tmp_path / "rows"
     done = subprocess.run(

@@ -198,9 +198,10 @@ def test_two_names_never_share_a_file(
 
 def test_shards_and_their_index_have_everything_once(fake: FakeEncoder, tmp_path: Path) -> None:
     paths, out = written(tmp_path, *(f"{number}.png" for number in range(20))), tmp_path / "rows.safetensors"
-    assert encode(fake, *paths, "--out", out, "--shard-size", "20kB").exit_code == 0
-    assert not out.exists()
+    done = encode(fake, *paths, "--out", out, "--shard-size", "20kB")
+    assert (done.exit_code, out.exists()) == (0, False)
     shards = sorted(tmp_path.glob("rows-*"))
+    assert f"; rows in {shards[0]} to {shards[-1]}, index {out}.index.json\n" in done.stdout
     assert len(shards) > 1  # sizes differ with the content, which is the path
     index = json.loads((tmp_path / "rows.safetensors.index.json").read_text())
     assert sorted(path for shard in shards for path in paths_of(shard)) == sorted(map(str, paths))

@@ -17,7 +17,7 @@ from structlog.testing import capture_logs
 from encoder_service import defaults
 from encoder_service.broker import ListeningSocket
 from encoder_service.config import parse_settings
-from encoder_service.defaults import with_broker_path, with_device
+from encoder_service.defaults import check_driver, with_broker_path, with_device
 from encoder_service.errors import ConfigurationError
 from encoder_service.startup import capture_graphs, failure_text, tower_dtype
 
@@ -98,6 +98,20 @@ def test_a_cpu_beside_a_gpu_is_a_warning_with_the_reason(
         with pytest.raises(ConfigurationError) as refused:
             chosen(**given)
         assert reason in refused.value.message
+
+
+def test_a_gpu_without_a_driver_is_refused_before_torch_is_asked(
+    host: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Any part of a driver leaves the answer to torch: WSL and containers have some of them alone."""
+    check_driver("cuda:0")  # the library is there
+    monkeypatch.setattr("ctypes.CDLL", lambda _: (_ for _ in ()).throw(OSError("no file")))
+    for device in ("auto", "cpu"):
+        check_driver(device)
+    with pytest.raises(ConfigurationError, match="--device is cuda:1, and this host has no NVIDIA driver"):
+        check_driver("cuda:1")
+    host.touch()
+    check_driver("cuda:1")
 
 
 @pytest.mark.parametrize(
@@ -206,7 +220,7 @@ def test_a_folder_that_somebody_else_made_or_may_enter_is_not_used(
 def test_the_socket_of_a_dead_process_is_replaced_and_that_of_a_live_one_is_not(
     temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("encoder_service.broker.DYING_S", 0.05)
+    monkeypatch.setattr("encoder_service.ops.addresses.DYING_S", 0.05)
     temporary.mkdir(mode=0o700)
     path = temporary / "50051.sock"
     with socket.socket(socket.AF_UNIX) as dead:

@@ -8,6 +8,7 @@ import fcntl
 import gc
 import mmap
 import os
+import resource
 from collections.abc import Iterator
 
 import pytest
@@ -286,4 +287,14 @@ def test_an_older_kernel_seals_the_size_at_least(monkeypatch: pytest.MonkeyPatch
         )
         with pytest.raises(PermissionError):
             mmap.mmap(fd, SIZE)
+    memory.close()
+
+
+def test_shared_memory_has_its_pages_before_the_first_rows() -> None:
+    """A first copy of rows would otherwise wait for the kernel, about half a millisecond a MiB."""
+    memory = HostMemory(8 << 20)
+    before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+    memory.tensor.numpy().fill(1)
+    num_faults = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
+    assert num_faults < memory.size_bytes // mmap.PAGESIZE // 4
     memory.close()

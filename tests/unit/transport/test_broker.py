@@ -26,6 +26,7 @@ from bench.harness.waiting import wait_until
 from encoder_service import broker as broker_module
 from encoder_service.broker import BrokerLimits, ListeningSocket
 from encoder_service.errors import ConfigurationError
+from encoder_service.ops import addresses
 from encoder_service.store.arena import Arena
 from tests.unit.transport.broker_rig import (
     RawClient,
@@ -55,7 +56,7 @@ def folder() -> Iterator[Path]:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(broker_module, "DYING_S", 0.1)
+    monkeypatch.setattr(addresses, "DYING_S", 0.1)
 
 
 # -- what a client gets ----------------------------------------------------------------------------------
@@ -527,7 +528,7 @@ def test_p21_the_socket_of_a_dying_broker_is_waited_for(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A killed process listens until it has ended."""
-    monkeypatch.setattr(broker_module, "DYING_S", 30.0)
+    monkeypatch.setattr(addresses, "DYING_S", 30.0)
     path = str(folder / "s")
     dying = socket.socket(socket.AF_UNIX)
     dying.bind(path)
