@@ -32,6 +32,7 @@ VLLM_ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1",
     "VLLM_WORKER_MULTIPROC_METHOD": "fork",
 }
+GPU_ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 
 documented = functools.partial(documented_in, DOCUMENT)
 
@@ -131,13 +132,14 @@ class VllmServer:
     ) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        variables = VLLM_ENVIRONMENT if device == "cpu" else {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
         words = serve_command(checkpoint, dtype, self.port, extra_config, command)
         first = words.index("vllm")
+        variables = dict(word.split("=", 1) for word in words[:first])
+        variables |= VLLM_ENVIRONMENT if device == "cpu" else GPU_ENVIRONMENT
         self._process = Process(
             ["-m", "vllm.entrypoints.cli.main", *words[first + 1 :], *arguments],
             folder / "vllm.log",
-            variables | dict(word.split("=", 1) for word in words[:first]),
+            variables,
         )
 
     def wait_ready(self) -> None:

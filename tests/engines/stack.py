@@ -40,8 +40,8 @@ class Stack:
         command: Command = ALONE,
         **settings: Any,
     ) -> None:
-        """timeout_s: of an image's rows; arguments: further ones of vLLM. settings: of the plugin. vLLM starts
-        at once, and ``with`` waits until it is ready."""
+        """timeout_s: of an image's rows; arguments: further ones of vLLM. settings: of the plugin. vLLM
+        starts at once, and ``with`` waits until it is ready."""
         self.encoder = encoder
         self.checkpoint = checkpoint
         config = {"target": encoder.target, "finite": True, "timeout_s": timeout_s, "retry_s": 2.0}
