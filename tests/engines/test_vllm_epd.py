@@ -34,6 +34,8 @@ pytestmark = [
 # Each test has a prompt of its own, of which the decode instance has no KV yet.
 DOCUMENTED, AWAY, NAMED, THREE_IMAGES, NOT_LOADED = 0, 1, 2, 3, 6
 CLIP = 2
+# While NIXL waits, a rank's other threads can get no time for ten seconds on two busy cores.
+ROWS_S = 60.0
 
 
 def num_loaded(vllm: VllmServer) -> int:
@@ -82,7 +84,7 @@ def pair(encoder: Encoder, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
     def stack(name: str, command: Command) -> Stack:
         (folder / name).mkdir()
-        return Stack(encoder, checkpoint, DTYPE, folder / name, command=command)
+        return Stack(encoder, checkpoint, DTYPE, folder / name, timeout_s=ROWS_S, command=command)
 
     with ExitStack() as running:
         stacks = [stack("prefill", PREFILL), stack("decode", DECODE)]
