@@ -70,7 +70,7 @@ $(ENGINES_NEXT_STAMP): pyproject.toml deploy/install_engines.py deploy/install.p
 # Each worker has servers of its own. A start takes one core for a minute, and two gigabytes.
 ENGINES_PYTEST := -m pytest -n 2 --dist loadfile --durations=5
 
-test-engines: $(ENGINES_STAMP) ## Run vLLM on the CPU with image rows of Qwen3-VL from the service (seven minutes)
+test-engines: $(ENGINES_STAMP) ## Run vLLM on the CPU with image rows of Qwen3-VL from the service (eight minutes)
 	OMP_NUM_THREADS=1 $(ENGINES_VENV)/bin/python $(ENGINES_PYTEST) -m "not extended" tests/engines
 
 test-engines-all: $(ENGINES_STAMP) ## The same with every family, data parallelism and the bench

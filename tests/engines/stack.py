@@ -16,7 +16,7 @@ from typing import Any, Self
 import httpx
 
 from bench.harness.processes import ROOT, environment
-from bench.harness.vllm import VLLM_ENVIRONMENT, Encoder, VllmServer
+from bench.harness.vllm import ALONE, VLLM_ENVIRONMENT, Command, Encoder, VllmServer
 from tests.engines.agreement import of_response
 from tests.engines.pictures import TEXT
 
@@ -37,14 +37,16 @@ class Stack:
         timeout_s: float = TIMEOUT_S,
         arguments: Sequence[str] = (),
         device: str = "cpu",
+        command: Command = ALONE,
         **settings: Any,
     ) -> None:
-        """timeout_s: of an image's rows; arguments: further ones of vLLM. settings: of the plugin."""
+        """timeout_s: of an image's rows; arguments: further ones of vLLM. settings: of the plugin. vLLM
+        starts at once, and ``with`` waits until it is ready."""
         self.encoder = encoder
         self.checkpoint = checkpoint
         config = {"target": encoder.target, "finite": True, "timeout_s": timeout_s, "retry_s": 2.0}
         config |= settings
-        self.vllm = VllmServer(checkpoint, dtype, config, folder, arguments, device)
+        self.vllm = VllmServer(checkpoint, dtype, config, folder, arguments, device, command)
 
     def __enter__(self) -> Self:
         try:

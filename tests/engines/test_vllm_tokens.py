@@ -204,3 +204,15 @@ def test_every_form_of_media_that_vllm_takes(family: str, tower: dict[str, Any])
     assert all("rows come from the encoder" in words for words in as_rows)
     assert "a clip is a ndarray, needs" in as_frames
     assert "lack ['fps', 'frames_indices', 'total_num_frames']" in without_metadata
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl"], indirect=True, scope="session")
+def test_an_image_that_the_client_names_has_the_identifier_of_a_vllm_with_its_tower(
+    family: str, tower: dict[str, Any]
+) -> None:
+    """A store that finds KV by content serves both. Without names, identifiers are of a file and of
+    pixels."""
+    named, with_option, unnamed = tower["by_encoder"]["identifiers"]
+    assert [named, with_option] == tower["identifiers"][:2]
+    assert named == "a name" != with_option
+    assert unnamed != tower["identifiers"][2]
