@@ -31,6 +31,7 @@ VLLM_ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1",
     "VLLM_WORKER_MULTIPROC_METHOD": "fork",
 }
+GPU_ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 
 documented = functools.partial(documented_in, DOCUMENT)
 
@@ -73,6 +74,14 @@ class Encoder(Restartable):
         """Calls since its start that name an image or a clip."""
         return self._total(r'requests_total{method="(?:Encode|Prefetch|Fetch)".*}')
 
+    def num_prefetches(self) -> int:
+        """Calls since its start that send images or clips ahead."""
+        return self._total(r'requests_total{method="Prefetch".*}')
+
+    def num_encoded(self) -> int:
+        """Images and clips through the tower, since its start."""
+        return self._total("encoded_items_total")
+
     def num_read(self) -> int:
         """Images and clips that readers reported to have read from shared memory, since its start."""
         return self._total("directory_reads_total")
@@ -111,7 +120,9 @@ class VllmServer:
         folder: Path,
         arguments: Sequence[str] = (),
         device: str = "cpu",
+        variables: Mapping[str, str] | None = None,
     ) -> None:
+        """variables: further ones of its environment."""
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._process = Process(
@@ -121,7 +132,7 @@ class VllmServer:
                 *arguments,
             ],
             folder / "vllm.log",
-            VLLM_ENVIRONMENT if device == "cpu" else {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"},
+            {**(VLLM_ENVIRONMENT if device == "cpu" else GPU_ENVIRONMENT), **(variables or {})},
         )
 
     def wait_ready(self) -> None:

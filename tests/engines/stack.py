@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Self
@@ -35,14 +35,16 @@ class Stack:
         timeout_s: float = TIMEOUT_S,
         arguments: Sequence[str] = (),
         device: str = "cpu",
+        variables: Mapping[str, str] | None = None,
         **settings: Any,
     ) -> None:
-        """timeout_s: of an image's rows; arguments: further ones of vLLM. settings: of the plugin."""
+        """timeout_s: of an image's rows; arguments, variables: further ones of vLLM. settings: the
+        plugin's."""
         self.encoder = encoder
         self.checkpoint = checkpoint
         config = {"target": encoder.target, "finite": True, "timeout_s": timeout_s, "retry_s": 2.0}
         config |= settings
-        self.vllm = VllmServer(checkpoint, dtype, config, folder, arguments, device)
+        self.vllm = VllmServer(checkpoint, dtype, config, folder, arguments, device, variables)
 
     def __enter__(self) -> Self:
         try:
