@@ -289,7 +289,7 @@ def test_after_a_reset_of_all_caches_rows_are_read_again(
     images, awaited = new_pictures(3), new_pictures(2)
     ask(beside, THREE, images)
     num_hits = metric(beside, "prefix_cache_hits_total")
-    with encoder.paused(), ThreadPoolExecutor(1) as pool:
+    with ThreadPoolExecutor(1) as pool, encoder.paused():
         asked = pool.submit(ask, beside, TWO, awaited)
         wait_until_waiting(beside)
         reset_all(beside)
