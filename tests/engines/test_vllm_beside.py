@@ -36,6 +36,7 @@ from tests.engines.agreement import NEAR, of_response
 from tests.engines.faults import GRID, in_place_of, new_picture, script_for
 from tests.engines.pictures import TEXT, Case, with_pixels
 from tests.engines.stack import Stack, chat_body
+from tests.parity.full_model import FullModel
 
 FAMILY = "qwen3_vl"
 pytestmark = [
@@ -74,10 +75,8 @@ class Reference:
     the model's weights."""
 
     def __init__(self, checkpoint: Path, adapter: Path | None = None) -> None:
-        transformers = import_reference()
-        self._processor = transformers.AutoProcessor.from_pretrained(checkpoint)
-        kind = transformers.Qwen3VLForConditionalGeneration
-        self._model = kind.from_pretrained(checkpoint, dtype=torch.float32).eval()
+        self._processor = import_reference().AutoProcessor.from_pretrained(checkpoint)
+        self._model = FullModel(FAMILY, checkpoint).model
         if adapter is not None:
             weights = dict(self._model.named_parameters())
             for name, (lora_a, lora_b) in adapter_weights(adapter).items():
@@ -191,7 +190,7 @@ def wait_until_waiting(beside: Stack, number: int = 1) -> None:
 
 def ask_by_some_server(beside: Stack, image: bytes) -> tuple[dict[str, Any], int]:
     """The answer, and the process that gave it."""
-    with httpx.Client(timeout=PATIENCE_S) as client:
+    with httpx.Client(timeout=2 * PATIENCE_S) as client:
         body = chat_body(with_pixels(ONE, [image]), max_tokens=MAX_TOKENS)
         response = client.post(f"{beside.vllm.url}/v1/chat/completions", json=body)
         assert response.status_code == 200, response.text
