@@ -90,6 +90,14 @@ class Encoder(Restartable):
         """Calls since its start that name an image or a clip."""
         return self._total(r'requests_total{method="(?:Encode|Prefetch|Fetch)".*}')
 
+    def num_prefetches(self) -> int:
+        """Calls since its start that send images or clips ahead."""
+        return self._total(r'requests_total{method="Prefetch".*}')
+
+    def num_encoded(self) -> int:
+        """Images and clips through the tower, since its start."""
+        return self._total("encoded_items_total")
+
     def num_read(self) -> int:
         """Images and clips that readers reported to have read from shared memory, since its start."""
         return self._total("directory_reads_total")
@@ -129,17 +137,19 @@ class VllmServer:
         arguments: Sequence[str] = (),
         device: str = "cpu",
         command: Command = ALONE,
+        variables: Mapping[str, str] | None = None,
     ) -> None:
+        """variables: further ones of its environment."""
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         words = serve_command(checkpoint, dtype, self.port, extra_config, command)
         first = words.index("vllm")
-        variables = dict(word.split("=", 1) for word in words[:first])
-        variables |= VLLM_ENVIRONMENT if device == "cpu" else GPU_ENVIRONMENT
+        own = dict(word.split("=", 1) for word in words[:first])
+        own |= VLLM_ENVIRONMENT if device == "cpu" else GPU_ENVIRONMENT
         self._process = Process(
             ["-m", "vllm.entrypoints.cli.main", *words[first + 1 :], *arguments],
             folder / "vllm.log",
-            variables,
+            own | dict(variables or {}),
         )
 
     def wait_ready(self) -> None:

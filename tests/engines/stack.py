@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Self
@@ -38,15 +38,16 @@ class Stack:
         arguments: Sequence[str] = (),
         device: str = "cpu",
         command: Command = ALONE,
+        variables: Mapping[str, str] | None = None,
         **settings: Any,
     ) -> None:
-        """timeout_s: of an image's rows; arguments: further ones of vLLM. settings: of the plugin. vLLM
-        starts at once, and ``with`` waits until it is ready."""
+        """timeout_s: of an image's rows; arguments, variables: further ones of vLLM. settings: the plugin's.
+        vLLM starts at once, and ``with`` waits until it is ready."""
         self.encoder = encoder
         self.checkpoint = checkpoint
         config = {"target": encoder.target, "finite": True, "timeout_s": timeout_s, "retry_s": 2.0}
         config |= settings
-        self.vllm = VllmServer(checkpoint, dtype, config, folder, arguments, device, command)
+        self.vllm = VllmServer(checkpoint, dtype, config, folder, arguments, device, command, variables)
 
     def __enter__(self) -> Self:
         try:
