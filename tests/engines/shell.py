@@ -1,0 +1,42 @@
+"""Commands of the documents and examples as a user's shell runs them, with this interpreter's programs."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from bench.harness.processes import environment
+
+ENDS_S = 400.0
+ENCODER = ("-m", "encoder_service")
+
+
+def shell_with(
+    folder: Path, programs: Mapping[str, Sequence[str]], variables: Mapping[str, str]
+) -> dict[str, str]:
+    """The environment of a shell that finds programs by name. programs: Python's arguments for each."""
+    for name, arguments in programs.items():
+        program = folder / "bin" / name
+        program.parent.mkdir(exist_ok=True)
+        program.write_text(f'#!/bin/sh\nexec {shlex.join([sys.executable, *arguments])} "$@"\n')
+        program.chmod(0o755)
+    found = environment(**variables)
+    return {**found, "PATH": f"{folder / 'bin'}:{found['PATH']}"}
+
+
+def run(command: str, shell: Mapping[str, str], folder: Path) -> subprocess.CompletedProcess[str]:
+    """It has to succeed."""
+    ended = subprocess.run(
+        ["bash", "-c", command],
+        env=shell,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=ENDS_S,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended
