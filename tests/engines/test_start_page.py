@@ -15,8 +15,8 @@ from bench.harness.ports import free_port
 from bench.harness.processes import ROOT, answers
 from bench.harness.vllm import VLLM_ENVIRONMENT
 from bench.harness.waiting import wait_until
-from tests.engines.shell import ENCODER, ENDS_S, run, shell_with
 from tests.integration.web import Files
+from tests.shell import ENCODER, ENDS_S, run, shell_with
 
 pytestmark = [pytest.mark.timeout(1200), pytest.mark.extended]
 MODEL, PICTURE = "Qwen/Qwen3-VL-8B-Instruct", "https://github.com/pytorch/hub/raw/master/images/dog.jpg"

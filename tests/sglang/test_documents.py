@@ -29,8 +29,8 @@ from bench.harness.waiting import wait_until
 from tests.engines.agreement import agree
 from tests.engines.faults import new_picture
 from tests.engines.near_model import ARCHITECTURE, write_near_checkpoint
-from tests.engines.shell import ENCODER, run, shell_with
 from tests.sglang.leaving import ONE
+from tests.shell import ENCODER, run, shell_with
 
 pytestmark = pytest.mark.timeout(900)
 FIRST_S = 240

@@ -5,10 +5,12 @@ from __future__ import annotations
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from bench.harness.processes import environment
+from bench.harness.ready import ready_in
 
 ENDS_S = 400.0
 ENCODER = ("-m", "encoder_service")
@@ -40,3 +42,20 @@ def run(command: str, shell: Mapping[str, str], folder: Path) -> subprocess.Comp
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return ended
+
+
+@contextmanager
+def serving(command: str, shell: Mapping[str, str], folder: Path) -> Iterator[dict[str, str]]:
+    """The fields of the service's ready line. It has to end well on SIGTERM."""
+    process = subprocess.Popen(
+        ["bash", "-c", f"exec {command}"], env=shell, cwd=folder, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None
+        ready = ready_in(process.stdout)
+        assert ready, f"{command} ended with {process.wait()}"
+        yield ready
+    finally:
+        process.terminate()
+        process.communicate(timeout=60)
+    assert process.returncode == 0
