@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,17 +33,23 @@ def shell_with(
 
 def run(command: str, shell: Mapping[str, str], folder: Path) -> subprocess.CompletedProcess[str]:
     """It has to succeed."""
-    ended = subprocess.run(
+    process = subprocess.Popen(
         ["bash", "-c", command],
         env=shell,
         cwd=folder,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=ENDS_S,
-        check=False,
+        start_new_session=True,
     )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    return ended
+    try:
+        stdout, stderr = process.communicate(timeout=ENDS_S)
+    finally:
+        if process.returncode is None:  # with all that it has started
+            os.killpg(process.pid, signal.SIGKILL)
+            print(*process.communicate())
+    assert process.returncode == 0, stdout + stderr
+    return subprocess.CompletedProcess(command, 0, stdout, stderr)
 
 
 @contextmanager
