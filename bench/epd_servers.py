@@ -87,7 +87,7 @@ def serving(arguments: argparse.Namespace, checkpoint: Path, folder: Path) -> It
             logs[url] = folder / f"server-{len(logs)}.log"
             process = Process(run, logs[url], environment)
             stack.callback(process.stop)
-            process.wait_for(lambda: answers(f"{url}/health"), f"{run[1]} at {url}", START_S)
+            process.wait_for(lambda: answers(f"{url}/health"), f"the server at {url}", START_S)
 
         start_all = vllm_servers if arguments.engine == "vllm" else sglang_servers
         servers = start_all(arguments, checkpoint, folder, stack, start)
@@ -141,7 +141,7 @@ def sglang_servers(
     def launch(server: str, more: list[str], variables: dict[str, str]) -> None:
         port = free_port()
         servers.urls[server] = f"http://127.0.0.1:{port}"
-        run = ["-m", "sglang.launch_server", "--model-path", str(checkpoint), "--port", str(port)]
+        run = [*sglang.PROGRAM, "serve", "--model-path", str(checkpoint), "--port", str(port)]
         start([*run, *engine_arguments(arguments), *more], environment | variables, servers.urls[server])
 
     servers = Servers()
@@ -151,8 +151,6 @@ def sglang_servers(
     launch("", own, {})
     own_encoder = servers.urls.pop("")
     for server, url in ((OWN_SPLIT, own_encoder), (PROTOCOL, encoder.sglang_url)):
-        replaced = {"MODEL": str(checkpoint), "http://127.0.0.1:31000": url}
-        command = sglang.documented("python -m sglang.launch_server", replaced)
-        launch(server, command[command.index("--language-only") :], {})
+        launch(server, sglang.protocol_arguments(url), {})
     launch(ENCODER, [], sglang.plugin_variables(encoder.target))
     return servers

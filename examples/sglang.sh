@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # SGLang without its tower, beside an encoder on one GPU, and one question about a picture.
-#   VISION_ENCODER=encoder/bin/vision-encoder examples/sglang.sh [MODEL]
+#   VISION_ENCODER=encoder/bin/vision-encoder examples/sglang.sh [MODEL [OPTIONS of SGLang]]
 # VISION_ENCODER is the command of the environment that has the service. Ctrl-C ends both.
 set -euo pipefail
 MODEL=${1:-Qwen/Qwen3-VL-8B-Instruct} ENCODER_PORT=${ENCODER_PORT:-50051} PORT=${PORT:-30000}
@@ -16,7 +16,7 @@ done
 SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE=lm_adapter.engines.sglang \
 SGLANG_EXTERNAL_MODEL_PACKAGE=lm_adapter.engines.sglang \
 SGLANG_VISION_ENCODER='{"target": "127.0.0.1:'"$ENCODER_PORT"'"}' \
-    python -m sglang.launch_server --model-path "$MODEL" --served-model-name model --host 127.0.0.1 --port "$PORT" >&2 &
+    sglang serve --model-path "$MODEL" --served-model-name model --host 127.0.0.1 --port "$PORT" "${@:2}" >&2 &
 until curl -sf "http://127.0.0.1:$PORT/health" >/dev/null; do
     kill -0 $! || exit 1
     sleep 1

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # vLLM without its tower, beside an encoder on one GPU, and one question about a picture.
-#   VISION_ENCODER=encoder/bin/vision-encoder examples/vllm.sh [MODEL]
+#   VISION_ENCODER=encoder/bin/vision-encoder examples/vllm.sh [MODEL [OPTIONS of vLLM]]
 # VISION_ENCODER is the command of the environment that has the service. Ctrl-C ends both.
 set -euo pipefail
 MODEL=${1:-Qwen/Qwen3-VL-8B-Instruct} ENCODER_PORT=${ENCODER_PORT:-50051} PORT=${PORT:-8000}
@@ -19,7 +19,7 @@ vllm serve "$MODEL" --served-model-name model --host 127.0.0.1 --port "$PORT" --
         "ec_connector_module_path": "lm_adapter.engines.vllm",
         "ec_role": "ec_consumer",
         "ec_connector_extra_config": {"target": "127.0.0.1:'"$ENCODER_PORT"'"}
-    }' >&2 &
+    }' "${@:2}" >&2 &
 until curl -sf "http://127.0.0.1:$PORT/health" >/dev/null; do
     kill -0 $! || exit 1
     sleep 1

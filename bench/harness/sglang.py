@@ -47,12 +47,14 @@ HELD = (
 SERVE_PROTOCOL = "vision-encoder serve --model MODEL --serve-sglang"
 SERVE_PLUGIN = "vision-encoder serve --model MODEL --listen"
 """Beginnings of the document's commands for the encoder."""
+PROGRAM = ("-c", "from sglang.cli.main import main; main()")
+"""Python's arguments for the command ``sglang``, also where its script is not beside the interpreter."""
 
 documented = functools.partial(documented_in, DOCUMENT)
 
 
 class Sglang:
-    """`sglang.launch_server` of a checkpoint with further arguments, on a port of its own."""
+    """`sglang serve` of a checkpoint with further arguments, on a port of its own."""
 
     def __init__(
         self,
@@ -66,7 +68,7 @@ class Sglang:
         self.url = f"http://127.0.0.1:{self.port}"
         self._process = Process(
             [
-                *("-m", "sglang.launch_server", "--model-path", str(checkpoint), "--port", str(self.port)),
+                *(*PROGRAM, "serve", "--model-path", str(checkpoint), "--port", str(self.port)),
                 *(*(CPU if device == "cpu" else SERVING), *arguments),
             ],
             folder / "sglang.log",
@@ -203,9 +205,16 @@ class DocumentedEncoder(Encoder):
         self._run(command, f"http://{self._admin}/readyz")
 
 
+def protocol_arguments(encoder_urls: str, **replaced: str) -> list[str]:
+    """The documented options of SGLang for its own encoder protocol. encoder_urls: separated by spaces;
+    replaced: other words of the command."""
+    command = documented("sglang serve", {"http://127.0.0.1:31000": encoder_urls, **replaced})
+    return command[command.index("--language-only") :]
+
+
 def plugin_variables(target: str, **settings: Any) -> dict[str, str]:
     """The documented variables that load the plugin, with this encoder's address. settings: further ones."""
     words = documented("SGLANG_EXTERNAL_MM", {"127.0.0.1:50051": target})
-    variables = dict(word.split("=", 1) for word in words[: words.index("python")])
+    variables = dict(word.split("=", 1) for word in words[: words.index("sglang")])
     variables[VARIABLE] = json.dumps(json.loads(variables[VARIABLE]) | settings)
     return variables

@@ -115,8 +115,9 @@ def test_both_carry_licence_readme_and_where_the_project_is(wheel: Path, sdist: 
     assert metadata["Version"] == encoder_service.__version__
     assert metadata["License-Expression"] == "Apache-2.0"
     assert metadata["Author"] == "the vision-encoder contributors"
-    labels = {url.partition(",")[0] for url in metadata.get_all("Project-URL", [])}
-    assert labels == {"Homepage", "Documentation", "Changelog", "Issues"}
+    (homepage,) = (url.partition(", ")[2] for url in metadata.get_all("Project-URL", []))
+    for name in ("mkdocs.yml", ".github/ISSUE_TEMPLATE/config.yml"):
+        assert re.findall(r"https://github\.com/[\w-]+/[\w-]+", (ROOT / name).read_text()) == [homepage]
     versions = [text for text in metadata.get_all("Classifier", []) if re.search(r":: 3\.\d+$", text)]
     assert [text.rpartition(" ")[2] for text in versions] == ["3.11", "3.12", "3.13"]
 

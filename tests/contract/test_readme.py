@@ -19,6 +19,8 @@ from safetensors.torch import load_file
 from bench.harness.ready import ready_in
 from encoder_service.config import Settings
 from lm_adapter import ImageItem, VisionEncoderClient
+from tests.shell import ENCODER, serving, shell_with
+from tests.shell import run as shell_run
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
@@ -114,6 +116,22 @@ def test_the_python_examples(running: tuple[Path, str, str]) -> None:
     assert "228" in run([sys.executable, "-c", ask], folder)
     (tokens,) = ast.literal_eval(run([sys.executable, "-c", engine], folder))
     assert len(tokens) == 8
+
+
+@pytest.mark.extended
+def test_the_start_page_without_a_gpu(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "start.md").read_text().partition("\n## Without a GPU\n")[2].partition("\n## ")[0]
+    lines = "".join(re.findall(r"^```sh\n(.*?)^```", page, re.MULTILINE | re.DOTALL)).splitlines()
+    programs = {"vision-encoder": ENCODER}
+    shell = shell_with(tmp_path, programs, {"VE_LISTEN": "127.0.0.1:0", "VE_ADMIN_LISTEN": "127.0.0.1:0"})
+    (tmp_path / "tests").symlink_to(ROOT / "tests")
+    make, serve, encode = (
+        line.removeprefix("encoder/bin/") for line in lines if line.startswith("encoder/bin/vision-encoder")
+    )
+    shell_run(make, shell, tmp_path)
+    with serving(serve, shell, tmp_path) as ready:
+        shell_run(f"{encode} --server {ready['listen']}", shell, tmp_path)
+    assert (tmp_path / "rows.safetensors").stat().st_size > 0
 
 
 @pytest.mark.extended

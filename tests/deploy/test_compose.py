@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -15,6 +16,8 @@ import yaml
 from compose_pydantic import ComposeSpecification
 
 from encoder_service.config import Settings
+from tests.contract.test_images import environment_of
+from tests.shell import ENCODER, serving, shell_with
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted((ROOT / "deploy" / "compose").glob("*.yaml"))
@@ -83,3 +86,16 @@ def test_vllm_s_arguments_are_those_of_its_page_with_the_encoder_s_name() -> Non
     for name in ("encoder", "vllm"):
         assert f"sockets:{socket_folder}" in found[name]["volumes"]
         assert found[name]["ipc"] == "service:mps"
+
+
+@pytest.mark.extended
+def test_the_file_of_a_cpu_makes_a_checkpoint_and_serves_it(tmp_path: Path) -> None:
+    """Its command with the image's variables, and no container."""
+    service = services(ROOT / "deploy/compose/cpu.yaml")["encoder"]
+    addresses = {"VE_LISTEN": "127.0.0.1:0", "VE_ADMIN_LISTEN": "127.0.0.1:0"}
+    variables = environment_of(ROOT / service["build"]["dockerfile"]) | addresses
+    del variables["PATH"], variables["HOME"]
+    *program, script = service["entrypoint"]
+    command = shlex.join([*program, script.replace("/tmp/", f"{tmp_path}/")])
+    with serving(command, shell_with(tmp_path, {"vision-encoder": ENCODER}, variables), tmp_path) as ready:
+        assert ready["family"] == "qwen3_vl"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import httpx
@@ -13,28 +12,22 @@ import pytest
 
 from bench.harness.engine_checkpoints import write_checkpoint
 from bench.harness.ports import free_port
-from bench.harness.processes import ROOT, answers, environment
+from bench.harness.processes import ROOT, answers
 from bench.harness.vllm import VLLM_ENVIRONMENT
 from bench.harness.waiting import wait_until
 from tests.integration.web import Files
+from tests.shell import ENCODER, ENDS_S, run, shell_with
 
 pytestmark = [pytest.mark.timeout(1200), pytest.mark.extended]
 MODEL, PICTURE = "Qwen/Qwen3-VL-8B-Instruct", "https://github.com/pytorch/hub/raw/master/images/dog.jpg"
 PHOTO = ROOT / "tests/data/photos/coffee.jpg"
-START_S = 400.0
 
 
 @pytest.fixture
 def shell(tmp_path: Path) -> dict[str, str]:
     """The environment of a shell that finds ``vision-encoder`` and ``vllm`` of this interpreter."""
-    programs = {"vision-encoder": "encoder_service", "vllm": "vllm.entrypoints.cli.main"}
-    for name, module in programs.items():
-        program = tmp_path / "bin" / name
-        program.parent.mkdir(exist_ok=True)
-        program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m {module} "$@"\n')
-        program.chmod(0o755)
-    found = environment(**VLLM_ENVIRONMENT)
-    return {**found, "PATH": f"{tmp_path / 'bin'}:{found['PATH']}"}
+    programs = {"vision-encoder": ENCODER, "vllm": ("-m", "vllm.entrypoints.cli.main")}
+    return shell_with(tmp_path, programs, VLLM_ENVIRONMENT)
 
 
 def commands() -> dict[str, str]:
@@ -82,10 +75,10 @@ def test_the_start_page(tmp_path: Path, shell: dict[str, str]) -> None:
                     stderr=log,
                 )
                 running.append(process)
-                wait_until(lambda url=url: answers(url), beginning, START_S)  # type: ignore[misc]
+                wait_until(lambda url=url: answers(url), beginning, ENDS_S)  # type: ignore[misc]
             for _ in range(2):
-                answer = run(command("curl http://127.0.0.1:8000/v1/chat/completions"), shell, tmp_path)
-                assert json.loads(answer)["choices"][0]["message"]["content"]
+                ended = run(command("curl http://127.0.0.1:8000/v1/chat/completions"), shell, tmp_path)
+                assert json.loads(ended.stdout)["choices"][0]["message"]["content"]
             metrics = httpx.get(f"http://127.0.0.1:{admin_port}/metrics").text
             assert 've_stage_seconds_count{stage="tower"} 1.0' in metrics
             run(
@@ -103,19 +96,5 @@ def test_the_start_page(tmp_path: Path, shell: dict[str, str]) -> None:
 def test_the_example(tmp_path: Path, shell: dict[str, str]) -> None:
     checkpoint = write_checkpoint(tmp_path / "checkpoint", "qwen3_vl")
     shell |= {"ENCODER_PORT": str(free_port()), "PORT": str(free_port())}
-    answer = run(f"{ROOT}/examples/vllm.sh {checkpoint}", shell, tmp_path)
-    assert json.loads(answer)["choices"][0]["message"]["content"]
-
-
-def run(command: str, shell: dict[str, str], folder: Path) -> str:
-    ended = subprocess.run(
-        ["bash", "-c", command],
-        env=shell,
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=START_S,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    return ended.stdout
+    ended = run(f"{ROOT}/examples/vllm.sh {checkpoint}", shell, tmp_path)
+    assert json.loads(ended.stdout)["choices"][0]["message"]["content"]

@@ -1,4 +1,4 @@
-"""The examples against a service. tests/engines runs vllm.sh; sglang.sh is not run."""
+"""The examples against a service. tests/engines runs vllm.sh, tests/sglang sglang.sh."""
 
 from __future__ import annotations
 

@@ -1,30 +1,36 @@
-"""The commands of docs/sglang.md as they stand: the encoder has no option of a device, a dtype or a socket.
+"""The commands of docs/sglang.md as they stand, and examples/sglang.sh.
 
-Only SGLang gets options, for a CPU and a small model.
+The encoder has no option of a device, a dtype or a socket. Only SGLang gets options, for a CPU and a small
+model.
 """
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from bench.harness.ports import free_port
+from bench.harness.processes import ROOT
 from bench.harness.sglang import (
     FORKED,
     LANGUAGE_MODEL,
     NUM_TOKENS,
+    PROGRAM,
     DocumentedEncoder,
     Sglang,
-    documented,
     generate_body,
     plugin_variables,
+    protocol_arguments,
 )
 from bench.harness.waiting import wait_until
 from tests.engines.agreement import agree
 from tests.engines.faults import new_picture
 from tests.engines.near_model import ARCHITECTURE, write_near_checkpoint
 from tests.sglang.leaving import ONE
+from tests.shell import ENCODER, run, shell_with
 
 pytestmark = pytest.mark.timeout(900)
 FIRST_S = 240
@@ -61,8 +67,7 @@ def test_both_ways_give_the_answers_of_sglangs_own_tower(
     (tmp_path / "protocol").mkdir()
     (tmp_path / "plugin").mkdir()
     with DocumentedEncoder(checkpoint, tmp_path / "protocol", "protocol") as encoder:
-        command = documented("python -m sglang.launch_server", {"http://127.0.0.1:31000": encoder.sglang_url})
-        arguments = [*ARGUMENTS, *command[command.index("--language-only") :]]
+        arguments = [*ARGUMENTS, *protocol_arguments(encoder.sglang_url)]
         with Sglang(checkpoint, tmp_path / "protocol", arguments, FORKED) as server:
             expected = answers(server, images, of_own_tower=True)
             assert encoder.total("ve_items_total") == 0
@@ -128,3 +133,16 @@ def test_a_model_that_is_not_served_does_not_start_with_its_own_tower(tmp_path: 
         "Qwen3_5ForConditionalGeneration, Qwen3_5MoeForConditionalGeneration, KimiK25ForConditionalGeneration"
     )
     assert (tmp_path / "sglang.log").read_text().count(sentence) == 1
+
+
+@pytest.mark.extended
+def test_the_example(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    """One option is added: by itself SGLang's KV cache takes most of a machine's memory."""
+    programs = {"vision-encoder": ENCODER, "sglang": PROGRAM}
+    ports = {"ENCODER_PORT": str(free_port()), "PORT": str(free_port())}
+    variables = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "SGLANG_USE_CPU_ENGINE": "1"}
+    shell = shell_with(tmp_path, programs, variables | FORKED | ports)
+    command = f"{ROOT}/examples/sglang.sh {checkpoints['qwen3_vl']} --max-total-tokens 4096"
+    ended = run(command, shell, tmp_path)
+    assert json.loads(ended.stdout)["choices"][0]["message"]["content"]
+    assert "is built without a vision tower" in ended.stderr

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from bench.harness.ports import free_port
-from bench.harness.sglang import FORKED, Sglang, documented, language_model_arguments
+from bench.harness.sglang import FORKED, Sglang, language_model_arguments, protocol_arguments
 from bench.harness.waiting import PATIENCE_S, wait_until
 from tests.sglang.conftest import running_encoder
 from tests.sglang.leaving import ONE
@@ -50,10 +50,9 @@ def test_encoders_that_come_back_within_the_time_and_after_it(
         running_encoder(checkpoint, tmp_path / "fixed") as fixed,
         running_encoder(checkpoint, tmp_path / "own", registers_at=bootstrap) as registering,
     ):
-        command = documented("python -m sglang.launch_server", {"http://127.0.0.1:31000": fixed.sglang_url})
         arguments = [
             *language_model_arguments(FAMILY),
-            *command[command.index("--language-only") :],
+            *protocol_arguments(fixed.sglang_url),
             *("--encoder-bootstrap-port", bootstrap.rpartition(":")[2]),
         ]
         environment = {**FORKED, INTERVAL: "0.5", **settings}

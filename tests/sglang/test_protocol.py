@@ -17,8 +17,8 @@ from bench.harness.sglang import (
     NUM_TOKENS,
     Encoder,
     Sglang,
-    documented,
     language_model_arguments,
+    protocol_arguments,
 )
 from bench.harness.waiting import wait_until
 from tests.engines.pictures import clip, data_url, picture
@@ -42,8 +42,7 @@ def server(
 ) -> Iterator[Sglang]:
     """Two images go to two encoders, one to either."""
     urls = f"{encoder.sglang_url} {other_encoder.sglang_url}"
-    command = documented("python -m sglang.launch_server", {"http://127.0.0.1:31000": urls})
-    arguments = [*language_model_arguments(family), *command[command.index("--language-only") :]]
+    arguments = [*language_model_arguments(family), *protocol_arguments(urls)]
     with Sglang(checkpoint, tmp_path_factory.mktemp("protocol"), arguments, FORKED) as running:
         yield running
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from bench.harness.sglang import FORKED, Encoder, Sglang, documented, language_model_arguments
+from bench.harness.sglang import FORKED, Encoder, Sglang, language_model_arguments, protocol_arguments
 from bench.harness.waiting import wait_until
 from tests.sglang.reference import IMAGE, Reference, prompt
 
@@ -26,12 +26,9 @@ pytestmark = [
 def server(
     checkpoint: Path, encoder: Encoder, other_encoder: Encoder, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Sglang]:
-    replaced = {
-        "http://127.0.0.1:31000": f"{encoder.sglang_url} {other_encoder.sglang_url}",
-        "zmq_to_tokenizer": "zmq_to_scheduler",
-    }
-    command = documented("python -m sglang.launch_server", replaced)
-    arguments = [*language_model_arguments(FAMILY), *command[command.index("--language-only") :]]
+    urls = f"{encoder.sglang_url} {other_encoder.sglang_url}"
+    by_scheduler = protocol_arguments(urls, zmq_to_tokenizer="zmq_to_scheduler")
+    arguments = [*language_model_arguments(FAMILY), *by_scheduler]
     with Sglang(checkpoint, tmp_path_factory.mktemp("scheduler"), arguments, FORKED) as running:
         yield running
 
