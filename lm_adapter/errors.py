@@ -198,9 +198,8 @@ _KINDS: dict[grpc.StatusCode, tuple[type[CallFailed], str]] = {
     grpc.StatusCode.UNKNOWN: (EncoderFault, "the encoder failed in"),
     grpc.StatusCode.DATA_LOSS: (EncoderFault, "the encoder failed in"),
 }
-# How gRPC begins the text of a call for which it got no connection.
+# How gRPC's text begins without a connection; a broken one may be INTERNAL or UNKNOWN, with the texts below.
 _NO_CONNECTION_TEXTS = ("failed to connect", "connections to all", "errors resolving", "dns resolution")
-# gRPC also reports a connection that breaks mid-stream as INTERNAL or UNKNOWN, with one of these texts.
 _CUT_TEXTS = ("rst_stream", "stream removed", "socket closed", "connection reset", "goaway")
 
 
@@ -230,8 +229,8 @@ def from_rpc_error(
         kind, message = _KINDS[grpc.StatusCode.UNAVAILABLE]
     elif kind is EncoderUnavailable and lowered.startswith(_NO_CONNECTION_TEXTS):
         message, where = "no encoder answers at", f"{target} ({method}{progress})"
-        cause = re.sub(r"^.*last error: [A-Z_]+: \S+: ", "", text)
-        text = f"{cause}; check the address, and that `vision-encoder serve` runs there"
+        text = re.sub(r"^.*last error: [A-Z_]+: \S+: ", "", text)
+        text += "; check the address, and that `vision-encoder serve` runs there"
     elif code is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in lowered:
         kind, message, reason = RequestRefused, "over the size limit is a message of", "MESSAGE_TOO_LARGE"
     retryable = True if code is grpc.StatusCode.ABORTED else None

@@ -180,13 +180,12 @@ def test_a_killed_server_leaves_a_socket_that_the_next_one_takes(
 @pytest.mark.parametrize(
     ("given", "named"),
     [
-        *((f"{option} HOST:PORT", f"{option} HOST:0") for option in (
-            "--listen", "--admin-listen", "--http-listen", "--serve-sglang", "--serve-tokenspeed"
-        )),
+        ("--listen HOST:PORT", "--listen HOST:0"),
+        ("--admin-listen HOST:PORT", "--admin-listen HOST:0"),
         ("--serve-tokenspeed HOST:0 --tokenspeed-bootstrap-port PORT", "--tokenspeed-bootstrap-port 0"),
         ("--admin-listen HOST:FREE --http-listen HOST:FREE", "--http-listen HOST:0"),
     ],
-)  # fmt: skip
+)
 def test_a_second_service_on_a_host_says_which_option_gives_it_another_port(
     checkpoints: dict[str, Path], given: str, named: str
 ) -> None:
