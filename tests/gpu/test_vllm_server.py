@@ -112,7 +112,8 @@ def test_the_documents_commands(
 def test_p39_rows_give_the_tokens_of_the_tower(
     tower: list[dict[str, Any]], images: list[bytes], stack: Any
 ) -> None:
-    """Alone, again out of caches, and sixteen at once; through device memory, and vLLM's metrics say so."""
+    """Alone, again out of caches, and sixteen at once; through device memory, as vLLM's metrics say too: only
+    what comes before the rank is attached is inline."""
     for _ in range(NUM_ROUNDS):
         agree(tower, [stack.answer(with_pixels(case, images)) for case in CASES], DTYPE)
     numbers = [random.randrange(len(CASES)) for _ in range(64)]
@@ -123,7 +124,8 @@ def test_p39_rows_give_the_tokens_of_the_tower(
     assert f"{RESIDENT_BYTES >> 20} MiB are reserved for rows" in stack.vllm.log
     figures = stacks.figures_of(stack)
     assert figures["rows_bytes_total device"] > 0
-    assert figures["rows_bytes_total host"] == figures["rows_bytes_total inline"] == 0
+    assert figures["rows_bytes_total host"] == 0
+    assert figures["rows_bytes_total inline"] < figures["rows_bytes_total device"]
     assert figures["cache_queries_total"] > figures["cache_hits_total"] > 0
     assert figures["reachable"] == 1
 
