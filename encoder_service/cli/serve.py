@@ -92,9 +92,11 @@ def serve(**options: Any) -> None:
         check_addresses(settings)
         # Imports torch, for seconds, which an answer to a wrong setting does not wait for.
         log.info("starting", version=__version__, model=str(settings.model), step="importing torch")
+        from encoder_service.rpc.event_loop import ServiceLoop
         from encoder_service.serve import serve as run
 
-        code = asyncio.run(run(settings))
+        with asyncio.Runner(loop_factory=ServiceLoop) as runner:
+            code = runner.run(run(settings))
     except StartupError as error:
         leave(EXIT_CANNOT_START, f"vision-encoder: cannot start: {error.message}")
     except ModuleNotFoundError as error:

@@ -161,7 +161,8 @@ def thin(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 CLIENT = """
-import sys
+import os, sys
+os.environ["GRPC_VERBOSITY"] = "error"  # of the other end's goodbye
 from importlib.metadata import entry_points
 from lm_adapter import ImageItem, MissingDependency, VisionEncoderClient
 from lm_adapter.testing import FakeEncoder

@@ -1,0 +1,57 @@
+"""How many turns of the loop a call takes when many wait."""
+
+from __future__ import annotations
+
+import asyncio
+import selectors
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+
+from encoder_service.rpc.event_loop import ServiceLoop
+
+NUM_CALLERS, NUM_CALLS = 16, 320
+METHOD = "/test.Test/Echo"
+
+
+class Selector(selectors.DefaultSelector):  # type: ignore[misc, valid-type]
+    """Counts the turns. Each takes a while, as beside other threads that want the interpreter's lock."""
+
+    num_turns = 0
+
+    def select(self, timeout: float | None = None) -> Any:
+        self.num_turns += 1
+        time.sleep(0.0005)
+        return super().select(timeout)
+
+
+async def turns_per_call(selector: Selector) -> float:
+    async def echo(requests: Any, _: object) -> bytes:
+        return b"".join([request async for request in requests])
+
+    server = grpc.aio.server()
+    handler = grpc.stream_unary_rpc_method_handler(echo)
+    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("test.Test", {"Echo": handler})])
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+
+    def call_all() -> None:
+        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel, ThreadPoolExecutor(NUM_CALLERS) as pool:
+            call = channel.stream_unary(METHOD)
+            answers = pool.map(lambda number: call(iter([b"%d" % number])), range(NUM_CALLS))
+            assert list(answers) == [b"%d" % number for number in range(NUM_CALLS)]
+
+    before = selector.num_turns
+    await asyncio.get_running_loop().run_in_executor(None, call_all)
+    found = (selector.num_turns - before) / NUM_CALLS
+    await server.stop(None)
+    return found
+
+
+def test_calls_that_wait_share_turns_of_the_loop() -> None:
+    """With asyncio's own loop it is five turns: gRPC's completions never share one."""
+    selector = Selector()
+    with asyncio.Runner(loop_factory=lambda: ServiceLoop(selector)) as runner:
+        assert runner.run(turns_per_call(selector)) < 3.5
