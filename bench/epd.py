@@ -4,6 +4,7 @@
     .venv-sglang/bin/python -m bench.epd --engine sglang
     python -m bench.epd --device cuda --size full --rounds 5  # a GPU that all servers share
     python -m bench.epd --device cuda --size full --rounds 5 --encoder-device cuda:1
+    python -m bench.epd --device cuda --size full --rates     # which rate stays within bounds: epd_rates
 
 Owns the loads and the figures: time to first token, requests a second, and time between tokens of streamed
 chat requests. ``epd_servers`` owns the servers, which stay up. In each round every case is sent to all
@@ -15,8 +16,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import io
-import itertools
 import json
 import os
 import random
@@ -26,27 +25,23 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import aiohttp
-import av
-import numpy as np
 import torch
-from PIL import Image
 from rich.console import Console
 from rich.table import Table
 
+from bench import epd_rates
+from bench.epd_rates import MIXES, Mix
+from bench.epd_requests import Pictures, Timed, body, send
 from bench.epd_servers import SERVERS, engine_arguments, serving
 from bench.harness.engine_checkpoints import write_checkpoint
-from bench.harness.processes import data_url
 from bench.measurement import RESULTS, ResultFile, describe_environment, percentile
 
-NUM_PICTURES, NUM_CLIPS = 8, 2
-"""Number of different pictures or clips of a size. New ones are copies with another comment."""
-CLIP_FPS = 24
 TEXT_TOKENS = 32
 PIXELS_OF_A_TOKEN = 32 * 32
 LM_LAYERS, LM_INTERMEDIATE = 36, 12288
@@ -122,16 +117,6 @@ CASES = {
 }
 
 
-@dataclass(frozen=True)
-class Timed:
-    """One request. gaps_ms: times between its tokens. failure: empty if the request succeeded."""
-
-    first_ms: float
-    total_ms: float
-    gaps_ms: tuple[float, ...]
-    failure: str = ""
-
-
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--engine", choices=tuple(SERVERS), default="vllm")
@@ -143,6 +128,13 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--cases", type=int, nargs="+", help="by number, from 0; all by default")
     parser.add_argument(
+        "--rates",
+        nargs="*",
+        metavar="MIX[=RATE,...]",
+        help="goodput instead of cases: mixes, with other rates in requests a second; all by default",
+    )
+    parser.add_argument("--seconds", type=float, default=16.0, help="of each rate")
+    parser.add_argument(
         "--running", nargs=2, action="append", default=[], metavar=("SERVER", "URL"), help="is not started"
     )
     parser.add_argument("--engine-arguments", default="", help="further arguments of every server")
@@ -152,7 +144,26 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     arguments.encoder_device = arguments.encoder_device or arguments.device
+    if arguments.rates is not None:
+        arguments.rates = chosen_mixes(parser, arguments.rates, MIXES[arguments.size])
     return arguments
+
+
+def chosen_mixes(
+    parser: argparse.ArgumentParser, texts: Sequence[str], known: Mapping[str, Mix]
+) -> dict[str, Mix]:
+    """By name. Ends the run for an unknown mix, and for what is no rate."""
+    chosen = {}
+    for text in texts or known:
+        name, _, rates = text.partition("=")
+        if name not in known:
+            parser.error(f"--rates: there is no mix {name!r}, there are {', '.join(map(repr, known))}")
+        try:
+            found = tuple(float(rate) for rate in rates.split(",")) if rates else known[name].rates
+        except ValueError:
+            parser.error(f"--rates: {rates!r} is no list of rates such as 10,16.5")
+        chosen[name] = replace(known[name], rates=found)
+    return chosen
 
 
 def label(arguments: argparse.Namespace) -> str:
@@ -179,92 +190,6 @@ def make_checkpoint(arguments: argparse.Namespace, folder: Path) -> Path:
 
 
 # Loads ----------------------------------------------------------------------------------------------------
-
-
-class Pictures:
-    """JPEG files of one size, or MP4 files. seen: the files that ``take`` has returned as new."""
-
-    def __init__(self, px: int, choice: random.Random, clip_s: int = 0) -> None:
-        """clip_s: length of each clip; 0 for images."""
-        self._choice = choice
-        self._is_clip = bool(clip_s)
-        if clip_s:
-            self._files = [self._clip(px, clip_s) for _ in range(NUM_CLIPS)]
-        else:
-            self._files = [self._photo(px) for _ in range(NUM_PICTURES)]
-        self.seen: list[bytes] = []
-
-    def _photo(self, px: int) -> bytes:
-        generator = np.random.default_rng(self._choice.getrandbits(32))
-        rows, columns = np.mgrid[0:px, 0:px]
-        lengths = generator.uniform(20, 90, 6)
-        waves = np.stack([np.sin(columns / lengths[n] + rows / lengths[n + 3]) for n in range(3)], axis=-1)
-        grain = np.repeat(np.repeat(generator.normal(0, 18, (px // 4, px // 4, 3)), 4, 0), 4, 1)
-        pixels = np.clip(waves * 80 + 128 + grain, 0, 255).astype(np.uint8)
-        out = io.BytesIO()
-        Image.fromarray(pixels).save(out, "JPEG", quality=85)
-        return out.getvalue()
-
-    def _clip(self, px: int, seconds: int) -> bytes:
-        """A part of a photo that moves by a pixel a frame."""
-        frames = seconds * CLIP_FPS
-        with Image.open(io.BytesIO(self._photo(px + frames))) as photo:
-            whole = np.asarray(photo)
-        out = io.BytesIO()
-        with av.open(out, "w", format="mp4") as file:
-            stream = file.add_stream("libx264", rate=CLIP_FPS, options={"preset": "veryfast"})
-            stream.width, stream.height, stream.pix_fmt = px, px, "yuv420p"
-            for at in range(frames):
-                pixels = np.ascontiguousarray(whole[at : at + px, at : at + px])
-                file.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
-            file.mux(stream.encode(None))
-        return out.getvalue()
-
-    def take(self, seen: float) -> bytes:
-        if self.seen and self._choice.random() < seen:
-            return self._choice.choice(self.seen)
-        comment = self._choice.randbytes(16)
-        file = self._choice.choice(self._files)
-        if self._is_clip:
-            new = file + (len(comment) + 8).to_bytes(4, "big") + b"free" + comment
-        else:
-            new = file[:2] + b"\xff\xfe" + (len(comment) + 2).to_bytes(2, "big") + comment + file[2:]
-        self.seen.append(new)
-        return new
-
-
-def body(number: int, files: Sequence[bytes], tokens: int, words: int = 0) -> bytes:
-    text = f"Request {number}: what do you see?" + " a" * words
-    parts: list[dict[str, Any]] = [{"type": "text", "text": text}]
-    for file in files:
-        kind = "image/jpeg" if file.startswith(b"\xff\xd8") else "video/mp4"
-        name = f"{kind.partition('/')[0]}_url"
-        parts.append({"type": name, name: {"url": data_url(file, kind)}})
-    request = {
-        "model": "model",
-        "messages": [{"role": "user", "content": parts}],
-        "max_tokens": tokens,
-        "temperature": 0,
-        "ignore_eos": True,
-        "stream": True,
-    }
-    return json.dumps(request).encode()
-
-
-async def send(client: aiohttp.ClientSession, url: str, request: bytes) -> Timed:
-    sent = time.perf_counter()
-    times, failure = [], ""
-    headers = {"content-type": "application/json"}
-    async with client.post(f"{url}/v1/chat/completions", data=request, headers=headers) as response:
-        async for line in response.content:
-            if response.status != 200 or b'"error"' in line:
-                failure = failure or line.decode(errors="replace")[:300]
-            elif b'"finish_reason"' in line and b'"role"' not in line:
-                times.append(time.perf_counter())
-    ended = time.perf_counter()
-    first_ms = (times[0] - sent) * 1e3 if times else 0.0
-    gaps_ms = tuple((later - earlier) * 1e3 for earlier, later in itertools.pairwise(times))
-    return Timed(first_ms, (ended - sent) * 1e3, gaps_ms, failure or ("" if times else "no token"))
 
 
 async def load(url: str, case: Case, requests: Sequence[bytes], seed: int) -> dict[str, Any]:
@@ -328,7 +253,7 @@ def run_case(
 ) -> list[dict[str, Any]]:
     """All rounds of a case. The order of the servers is reversed in every second round."""
     choice = random.Random(f"{arguments.seed} {number}")
-    pictures = Pictures(case.px, choice, case.clip_s)
+    pictures = Pictures((case.px, case.px), choice, case.clip_s)
     warm = replace(case, count=max(8, 2 * case.callers), callers=max(4, case.callers), seen=0.0, rate=0.0)
     warm = replace(warm, text_callers=0)
     first = requests_of(warm, pictures, 0)
@@ -343,6 +268,27 @@ def run_case(
             figures = asyncio.run(load(urls[server], case, requests, seed))
             records.append({"case": case.name, **asdict(case), "server": server, "round": turn, **figures})
     return records
+
+
+def records_of(urls: dict[str, str], arguments: argparse.Namespace) -> Iterator[list[dict[str, Any]]]:
+    """Of one case, or one mix, after the other. Clips are compared with vLLM alone."""
+    for name, mix in (arguments.rates or {}).items():
+        if not mix.clip_s or arguments.engine == "vllm":
+            yield epd_rates.run_mix(
+                {server: [url] for server, url in urls.items()},
+                name,
+                mix,
+                rounds=arguments.rounds,
+                seconds=arguments.seconds,
+                seed=arguments.seed,
+            )
+    if arguments.rates is not None:
+        return
+    for number, case in enumerate(CASES[arguments.size]):
+        if case.clip_s and arguments.engine == "sglang":
+            continue
+        if arguments.cases is None or number in arguments.cases:
+            yield run_case(urls, case, arguments, number)
 
 
 # Results --------------------------------------------------------------------------------------------------
@@ -386,11 +332,34 @@ def table_of(result: dict[str, Any]) -> Table:
     return table
 
 
+def table_of_rates(result: dict[str, Any]) -> Table:
+    """Points, then goodput."""
+    table = Table(title=f"{result['settings']['engine']} on {result['device']}, {result['settings']['size']}")
+    bounds = [epd_rates.label(bound) for bound in epd_rates.BOUNDS]
+    for name in ("mix", "rate", "server", "first token p50 ms", "p99", "between tokens p50 ms", "p99"):
+        table.add_column(name)
+    for name in (*bounds, "failed"):
+        table.add_column(name)
+    times = [f"{name} {part}" for name in ("first_token_ms", "between_tokens_ms") for part in ("p50", "p99")]
+    for row in epd_rates.summary(result["records"]):
+        if "goodput" in row:
+            shares = ["{:.1f}/s ({:.1f}-{:.1f})".format(*row["goodput"][name]) for name in bounds]
+            table.add_row(row["mix"], f"{epd_rates.GOOD_SHARE:.0%} at", row["server"], *[""] * 4, *shares)
+            continue
+        cells = ["{:.1f} ({:.1f}-{:.1f})".format(*row[name]) if row[name] else "" for name in times]
+        shares = ["{:.0%} ({:.0%}-{:.0%})".format(*row["within"][name]) for name in bounds]
+        rate = f"{row['rate']:g}"
+        table.add_row(row["mix"], rate, row["server"], *cells, *shares, str(row["num_failed"]))
+    return table
+
+
 def main() -> None:
     arguments = parse_arguments()
     device = torch.device(arguments.device)
     environment = describe_environment(device, arguments.commit, (arguments.engine, "grpcio"))
     settings = {name: value for name, value in vars(arguments).items() if name not in ("out", "commit")}
+    if arguments.rates is not None:
+        settings["rates"] = {name: asdict(mix) for name, mix in arguments.rates.items()}
     result: dict[str, Any] = {
         "bench": "epd",
         "label": label(arguments),
@@ -413,20 +382,18 @@ def main() -> None:
         checkpoint = make_checkpoint(arguments, root / "checkpoint")
         with serving(arguments, checkpoint, root) as servers:
             result["encoder_start_s"] = servers.encoder_start_s
-            for number, case in enumerate(CASES[arguments.size]):
-                if case.clip_s and arguments.engine == "sglang":
-                    continue  # clips are compared with vLLM alone
-                if arguments.cases is None or number in arguments.cases:
-                    result["records"] += run_case(servers.urls, case, arguments, number)
-                    result["rows_come_by"] = servers.rows_come_by()
-                    file.write()
+            for records in records_of(servers.urls, arguments):
+                result["records"] += records
+                result["rows_come_by"] = servers.rows_come_by()
+                file.write()
     finally:
         shutil.rmtree(root, ignore_errors=True)
     result["complete"] = True
-    result["summary"] = summary(result["records"])
+    has_rates = arguments.rates is not None
+    result["summary"] = (epd_rates.summary if has_rates else summary)(result["records"])
     file.write()
-    console = Console(width=160, markup=False, emoji=False)
-    console.print(table_of(result))
+    console = Console(width=220 if has_rates else 160, markup=False, emoji=False)
+    console.print((table_of_rates if has_rates else table_of)(result))
     console.print(f"written to {file.path}")
 
 

@@ -21,6 +21,7 @@ from bench.harness.ports import free_port
 from bench.harness.processes import Process, answers
 
 TOWER, ENCODER = "its own tower", "rows from the encoder"
+GRAPHS = "its own tower in its graphs"
 OWN_SPLIT, PROTOCOL = "its own encoder", "the encoder by its protocol"
 START_S = 600
 WAYS = re.compile(
@@ -28,7 +29,7 @@ WAYS = re.compile(
     r"|MmItemMemoryPool has no .*"
 )
 """What the servers' logs say of how rows come; SGLang's pool in device memory was full at least once."""
-SERVERS = {"vllm": (TOWER, ENCODER), "sglang": (TOWER, OWN_SPLIT, PROTOCOL, ENCODER)}
+SERVERS = {"vllm": (TOWER, GRAPHS, ENCODER), "sglang": (TOWER, OWN_SPLIT, PROTOCOL, ENCODER)}
 
 
 @dataclass
@@ -67,7 +68,7 @@ def engine_arguments(arguments: argparse.Namespace) -> list[str]:
             common += ["--max-num-batched-tokens", "512", "--enforce-eager"]
         else:
             common += ["--dtype", "bfloat16", "--max-model-len", "16384", "--max-num-batched-tokens", "8192"]
-            common += ["--load-format", "dummy", "--gpu-memory-utilization", "0.36"]
+            common += ["--load-format", "dummy", "--gpu-memory-utilization", "0.28"]
     elif on_cpu:
         common = [*sglang.CPU, *sglang.LANGUAGE_MODEL]
     else:
@@ -111,13 +112,15 @@ def vllm_servers(
         encoder.start()
         servers.encoder_start_s.append(time.perf_counter() - begun)
     for server in SERVERS["vllm"]:
-        if server in servers.urls:
+        if server in servers.urls or (server == GRAPHS and on_cpu):
             continue
         port = free_port()
         replaced = {"MODEL": str(checkpoint), "8000": str(port), "127.0.0.1:50051": encoder.target}
         command = vllm.documented("vllm serve", replaced)
-        if server == TOWER:
+        if server != ENCODER:
             command = command[: command.index("--ec-transfer-config")]
+        if server == GRAPHS:
+            command += ["--compilation-config", '{"cudagraph_mm_encoder": true}']
         run = ["-m", "vllm.entrypoints.cli.main", *command[1:], *engine_arguments(arguments)]
         servers.urls[server] = f"http://127.0.0.1:{port}"
         start(run, environment, servers.urls[server])

@@ -6,16 +6,42 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from bench.harness.processes import ROOT, environment
 
 
 def check_epd(out: Path, num_servers: int, *arguments: str) -> None:
     """One case with a load of text beside it."""
+    result = run_epd(out, "--cases", "2", *arguments)
+    assert len(result["summary"]) == num_servers
+    for row in result["summary"]:
+        assert row["num_failed"] == 0
+        assert all(
+            row[name][0] > 0 for name in ("requests_per_s", "first_token_ms p50", "between_tokens_ms p99")
+        )
+
+
+def check_rates(out: Path, *arguments: str) -> None:
+    """Every mix at its rates, for two seconds."""
+    result = run_epd(out, "--rates", "--seconds", "2", *arguments)
+    points = [row for row in result["summary"] if "goodput" not in row]
+    assert {row["mix"] for row in points} == {"chat", "chat as text", "conversation", "clips"}
+    for row in points:
+        assert row["num_failed"] == 0
+        assert row["first_token_ms p50"][0] > 0
+    turns = [one for one in result["records"] if one["mix"] == "conversation"]
+    assert {len(one["requests"]) for one in turns} == {2 * 3}, "two users, three turns"
+    assert all(
+        row["goodput"].keys() == points[0]["within"].keys() for row in result["summary"][len(points) :]
+    )
+
+
+def run_epd(out: Path, *arguments: str) -> dict[str, Any]:
     completed = subprocess.run(
         [
             *(sys.executable, "-m", "bench.epd", "--size", "tiny", "--rounds", "1", *arguments),
-            *("--cases", "2", "--commit", "of a test", "--out", str(out)),
+            *("--commit", "of a test", "--out", str(out)),
         ],
         cwd=ROOT,
         env=environment(),
@@ -26,11 +52,6 @@ def check_epd(out: Path, num_servers: int, *arguments: str) -> None:
     )
     assert completed.returncode == 0, completed.stderr[-3000:]
     (path,) = out.glob("epd-*.json")
-    result = json.loads(path.read_text())
+    result: dict[str, Any] = json.loads(path.read_text())
     assert result["complete"]
-    assert len(result["summary"]) == num_servers
-    for row in result["summary"]:
-        assert row["num_failed"] == 0
-        assert all(
-            row[name][0] > 0 for name in ("requests_per_s", "first_token_ms p50", "between_tokens_ms p99")
-        )
+    return result
