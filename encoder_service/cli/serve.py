@@ -113,8 +113,8 @@ def check_files(settings: Settings) -> None:
 
     for name in ("tls_cert", "tls_key", "tls_client_ca", "tokens_file"):
         file = getattr(settings, name)
-        if file is not None and not os.access(file, os.R_OK):
-            reason = "no permission" if os.path.exists(file) else "no such file"
+        if file is not None and not (os.path.isfile(file) and os.access(file, os.R_OK)):
+            reason = "no permission" if os.path.isfile(file) else "no such file"
             raise ConfigurationError(f"{option_of(name)}: cannot read {file}: {reason}")
 
 
@@ -132,7 +132,10 @@ def check_addresses(settings: Settings) -> None:
                 else:
                     taken.enter_context(listen_tcp(address))
             except ConfigurationError as error:
-                is_taken = error.details.get("errno") == "EADDRINUSE"
+                code = error.details.get("errno")
+                if code == "EAFNOSUPPORT" and option == "--listen":
+                    continue  # on a host without IPv6, gRPC takes the address of the same meaning in IPv4
+                is_taken = code == "EADDRINUSE"
                 advice = f"{option} {free} takes a free port" if is_taken else f"set {option} to another one"
                 raise ConfigurationError(f"{error.message}; {advice}") from None
 

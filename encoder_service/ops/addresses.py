@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import socket
@@ -21,21 +22,22 @@ POLL_S = 0.02
 
 
 def listen_tcp(address: str, backlog: int = 1) -> socket.socket:
-    """A TCP socket that listens on host:port. backlog: connections that wait to be accepted. Raises
-    ConfigurationError, whose details have the ``errno`` by its name."""
+    """A TCP socket that listens on host:port, of a name on its first address. backlog: connections that wait
+    to be accepted. Raises ConfigurationError, whose details have the ``errno`` by its name."""
     host, _, port = address.rpartition(":")
     host = host.strip("[]")
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listening = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind((host, int(port)))
-        listening.listen(backlog)
-    except OSError as error:
-        listening.close()
-        reason = error.strerror or str(error)
-        code = errno.errorcode.get(error.errno or 0, "")
-        raise ConfigurationError(f"cannot listen on {address}: {reason}", errno=code) from None
+    with contextlib.ExitStack() as undo:
+        try:
+            family, kind, _, _, place = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)[0]
+            listening = undo.enter_context(socket.socket(family, kind))
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listening.bind(place)
+            listening.listen(backlog)
+        except OSError as error:
+            reason = error.strerror or str(error)
+            code = errno.errorcode.get(error.errno or 0, "")
+            raise ConfigurationError(f"cannot listen on {address}: {reason}", errno=code) from None
+        undo.pop_all()
     return listening
 
 

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator
 
 import torch
+from google.protobuf.message import Message
 
 from encoder_service.errors import (
     InvalidRequest,
@@ -263,3 +264,8 @@ def chunk_event(index: int, offset_bytes: int, data: memoryview) -> bytes:
 
 def tag(field: int, wire_type: int) -> bytes:
     return encode_varint(field << 3 | wire_type)
+
+
+def serialize_event(event: Message | bytes) -> bytes:
+    """The serialiser of the stream. Chunks are already serialised."""
+    return event if isinstance(event, bytes) else event.SerializeToString()

@@ -33,7 +33,8 @@ def takes_all(
     wakeups: socket.socket, handle: Callable[[Unpack[Arguments]], Any]
 ) -> Callable[[Unpack[Arguments]], None]:
     """The reader, once all bytes but the one that it takes itself are gone. None is missed: a completion is
-    in the queue before its byte is written, and ``handle`` empties the queue."""
+    in the queue before its byte is written, and ``handle`` empties the queue. No other loop of the process
+    may run gRPC's asyncio side, because the socket and the queue are the process's."""
 
     def take(*args: *Arguments) -> None:
         num_bytes = len(wakeups.recv(MAX_BYTES, socket.MSG_PEEK))

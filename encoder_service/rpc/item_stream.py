@@ -9,7 +9,7 @@ item, ``convert`` the fields of a message.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
 import grpc
@@ -76,43 +76,23 @@ class ItemWriter(Protocol):
 
 
 class EventWriter:
-    """The gRPC stream of one call, one item's messages at a time. clock: the pipeline's.
+    """The gRPC stream of one call, one item's messages at a time. clock: the pipeline's."""
 
-    last: the last message of the call, serialised, once all items were handed over. It is not written: the
-    handler returns it, and gRPC sends it together with the call's status."""
-
-    def __init__(self, context: Context, clock: Callable[[], float], num_items: int) -> None:
-        self.last = b""
+    def __init__(self, context: Context, clock: Callable[[], float]) -> None:
         self._context, self._clock = context, clock
-        self._num_left = num_items
         self._writing = asyncio.Lock()
 
     async def failed(self, index: int, error: VisionEncoderError) -> None:
-        await self._write(
-            iter((pb.ItemEvent(item_index=index, failure=failure_of(error)).SerializeToString(),))
-        )
+        async with self._writing:
+            await write(self._context, pb.ItemEvent(item_index=index, failure=failure_of(error)))
 
     async def rows(self, index: int, delivered: EncodeResult, place: Location | None) -> None:
-        await self._write(self._row_events(index, delivered, place))
-
-    def _row_events(self, index: int, delivered: EncodeResult, place: Location | None) -> Iterator[bytes]:
-        delivery_ms = (self._clock() - delivered.ready_s) * 1e3
-        yield convert.result_event(index, delivered, place, delivery_ms).SerializeToString()
-        if place is None:
-            yield from convert.chunk_events(index, delivered.encoded.rows)
-
-    async def _write(self, events: Iterator[bytes]) -> None:
-        """Writes the messages of one item, but the last one of the call."""
         async with self._writing:
-            self._num_left -= 1
-            message = next(events)
-            for following in events:
-                await write(self._context, message)
-                message = following
-            if self._num_left:
-                await write(self._context, message)
-            else:
-                self.last = message
+            delivery_ms = (self._clock() - delivered.ready_s) * 1e3
+            await write(self._context, convert.result_event(index, delivered, place, delivery_ms))
+            if place is None:
+                for chunk in convert.chunk_events(index, delivered.encoded.rows):
+                    await write(self._context, chunk)
 
 
 class ItemStream:

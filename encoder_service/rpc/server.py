@@ -29,6 +29,7 @@ from encoder_service.ops.tls import Certificates, certificate_files
 from encoder_service.ops.tokens import NamespaceTokens
 from encoder_service.rpc import observed
 from encoder_service.rpc.connections import ConnectionShares
+from encoder_service.rpc.convert import serialize_event
 from encoder_service.rpc.gate import CallGate, CallPermits
 from encoder_service.rpc.health import Health, reflection_handlers
 from encoder_service.rpc.servicer import VisionEncoderServicer
@@ -243,9 +244,8 @@ def method_handlers(
     servicer: VisionEncoderServicer, gate: CallGate
 ) -> dict[str, grpc.RpcMethodHandler[Any, Any]]:
     """Handlers by method name, behind the gate. All are registered as request-streaming, because the gate
-    reads the message of each call, and as response-unary: streams of rows write all messages but the last,
-    which they return, so that gRPC sends it with the status. On the wire they are streams all the same. They
-    serialise their messages; those of the other methods are plain protobuf."""
+    reads the message of each call. Streams of rows serialise their own chunks; all other messages are plain
+    protobuf."""
 
     def handled(name: str, behaviour: Callable[..., Awaitable[Any]], request: type[Any]) -> Any:
         gated = gate.passed(behaviour, request)
@@ -267,7 +267,7 @@ def method_handlers(
         )
         for name, behaviour, request, response in unary
     } | {
-        name: grpc.stream_unary_rpc_method_handler(handled(name, behaviour, request))
+        name: grpc.stream_stream_rpc_method_handler(handled(name, behaviour, request), None, serialize_event)
         for name, behaviour, request in streams
     }
 

@@ -121,7 +121,7 @@ class VisionEncoderServicer:
 
     # -- streams ---------------------------------------------------------------------------------------
 
-    async def encode(self, request: pb.EncodeRequest, context: Context) -> bytes:
+    async def encode(self, request: pb.EncodeRequest, context: Context) -> None:
         deadline_s = self._deadline_s(context)
         call = observed.this_call()
         holder = call.holder_of(request.namespace)
@@ -135,16 +135,16 @@ class VisionEncoderServicer:
             return await self._reader.use(message, encode, holder, call.permit)
 
         check_call(self._pipeline.model.name, request.namespace, request.model, len(request.items))
-        return await self._stream(context, request, encode_item, request.items)
+        await self._stream(context, request, encode_item, request.items)
 
-    async def fetch(self, request: pb.FetchRequest, context: Context) -> bytes:
+    async def fetch(self, request: pb.FetchRequest, context: Context) -> None:
         deadline_s = self._deadline_s(context)
 
         async def fetch_key(key: bytes) -> EncodeResult:
             return await self._pipeline.fetch(key, namespace=request.namespace, deadline_s=deadline_s)
 
         check_call(self._pipeline.model.name, request.namespace, "", len(request.keys))
-        return await self._stream(context, request, fetch_key, request.keys)
+        await self._stream(context, request, fetch_key, request.keys)
 
     async def _stream(
         self,
@@ -152,17 +152,15 @@ class VisionEncoderServicer:
         request: pb.EncodeRequest | pb.FetchRequest,
         encode: Callable[[Request], Awaitable[EncodeResult]],
         items: Sequence[Request],
-    ) -> bytes:
-        """The call's last message; all others are written."""
+    ) -> None:
         tier = convert.requested_tier(request.delivery)
         if request.after_lost_read:
             self._delivery.count_reads(request.namespace, 0, len(items))
         requested = RowsRequest(request.namespace, tier, request.after_lost_read)
         call = observed.this_call()
-        writer = EventWriter(context, self._pipeline.clock, len(items))
+        writer = EventWriter(context, self._pipeline.clock)
         stream = ItemStream(self._pipeline, self._delivery, writer, call, requested=requested)
         await stream.run(encode, items)
-        return writer.last
 
     # -- shared ----------------------------------------------------------------------------------------
 

@@ -8,6 +8,8 @@ nor torch.
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,7 +27,7 @@ LINE = (
 )
 """What vLLM's log calls the counts, with their labels."""
 MAX_WAITS = 10_000
-"""Waits that a record keeps. A logger that is never asked to log would collect them without end."""
+"""Waits that a sum of records keeps. A logger that is never asked to log would collect them without end."""
 
 
 class RowStats:
@@ -35,7 +37,7 @@ class RowStats:
     where a count has none. What did not happen has no entry. Not thread-safe."""
 
     def __init__(self, data: dict[str, Any] | None = None) -> None:
-        self.data: dict[str, Any] = data or {}
+        self.data: dict[str, Any] = copy.deepcopy(data or {})  # which several loggers of vLLM add up
 
     # What happens -----------------------------------------------------------------------------------------
 
@@ -88,7 +90,7 @@ class RowStats:
         if waits_s:
             line["Num waits for rows"] = len(waits_s)
             line["Avg wait (ms)"] = round(1e3 * sum(waits_s) / len(waits_s), 1)
-            line["P90 wait (ms)"] = round(1e3 * waits_s[int(0.9 * len(waits_s))], 1)
+            line["P90 wait (ms)"] = round(1e3 * waits_s[math.ceil(0.9 * len(waits_s)) - 1], 1)
         for name, text in LINE:
             for label, number in self.data.get(name, {}).items():
                 line[text.format(label)] = round(number / 1e6, 3) if name == BYTES else number

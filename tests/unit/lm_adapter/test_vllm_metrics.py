@@ -13,12 +13,14 @@ from lm_adapter.engines.vllm.api_server.metrics import MAX_REASONS, EncoderMetri
 from lm_adapter.engines.vllm.rank_socket import RowsRead
 from lm_adapter.engines.vllm.stats import MAX_WAITS, RowStats
 from lm_adapter.errors import (
+    CallCancelled,
     DeadlineExceeded,
     EncoderError,
     EncoderOverloaded,
     EncoderUnavailable,
     ItemFailed,
     ModelMismatch,
+    RequestRefused,
 )
 
 LABELS = {0: ["model", "0"], 1: ["model", "1"]}
@@ -50,6 +52,11 @@ def values(registry: CollectorRegistry, name: str) -> dict[tuple[str, ...], floa
     }
 
 
+def failures(registry: CollectorRegistry) -> dict[tuple[str, ...], float]:
+    """Without the reasons that were only made known."""
+    return {labels: number for labels, number in values(registry, "failures_total").items() if number}
+
+
 def a_record() -> RowStats:
     stats = RowStats()
     stats.waited(0.2)
@@ -66,12 +73,13 @@ def test_records_are_counted_for_the_engine_that_sent_them(
 ) -> None:
     """In the form in which they pass between processes."""
     assert values(registry, "cache_hits_total") == {("0",): 0, ("1",): 0}
+    assert values(registry, "failures_total")["0", "UNAVAILABLE"] == 0, "a rate sees the first one"
     for engine in (1, 1, 0):
         metrics.observe(json.loads(json.dumps(a_record().data)), engine)
     assert values(registry, "cache_queries_total") == {("0",): 5, ("1",): 10}
     assert values(registry, "cache_hits_total") == {("0",): 2, ("1",): 4}
     assert values(registry, "lost_reads_total") == {("0",): 1, ("1",): 2}
-    assert values(registry, "failures_total") == {("0", "UNAVAILABLE"): 1, ("1", "UNAVAILABLE"): 2}
+    assert failures(registry) == {("0", "UNAVAILABLE"): 1, ("1", "UNAVAILABLE"): 2}
     assert values(registry, "rows_wait_seconds_count") == {("0",): 1, ("1",): 2}
     found = values(registry, "rows_bytes_total")
     assert (found["1", "host"], found["1", "inline"]) == (6_000_000, 3_000_000)
@@ -82,7 +90,7 @@ def test_a_request_that_no_engine_had_counts_for_the_first(
     metrics: EncoderMetrics, registry: CollectorRegistry
 ) -> None:
     metrics.failed(ItemFailed("no clip", reason="UNDECODABLE_CLIP"))
-    assert values(registry, "failures_total") == {("0", "UNDECODABLE_CLIP"): 1}
+    assert failures(registry) == {("0", "UNDECODABLE_CLIP"): 1}
 
 
 @pytest.mark.parametrize(
@@ -92,7 +100,9 @@ def test_a_request_that_no_engine_had_counts_for_the_first(
         (EncoderUnavailable("it is away"), False),
         (DeadlineExceeded("it stands still"), False),
         (ItemFailed("the token's file is gone"), False),
+        (CallCancelled("its connection broke"), False),
         (EncoderOverloaded("it is full"), True),
+        (RequestRefused("it wants a token", reason="UNAUTHENTICATED"), True),
         (ModelMismatch("it has another model"), True),
     ],
 )
@@ -111,7 +121,7 @@ def test_p33_an_encoder_cannot_make_labels_without_end(
     assert MAX_REASONS > 50, "more than the service and the adapter have"
     for reason in ("one", "A" * 41, 'A"', "", "FIRST", "SECOND", "THIRD", "FOURTH", "FIRST"):
         metrics.observe({"failures": {reason: 1}})
-    found = {labels[1]: number for labels, number in values(registry, "failures_total").items()}
+    found = {labels[1]: number for labels, number in failures(registry).items()}
     assert found == {"OTHER": 5, "FIRST": 2, "SECOND": 1, "THIRD": 1}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
@@ -37,7 +37,7 @@ class SlowContext:
         self.gate.set()
         self._is_writing = False
 
-    async def write(self, message: bytes) -> None:
+    async def write(self, message: Any) -> None:
         assert not self._is_writing, "a write began before the last one had ended"
         self._is_writing = True
         try:
@@ -46,7 +46,7 @@ class SlowContext:
                 await asyncio.sleep(0)
         finally:
             self._is_writing = False
-        self.events.append(pb.ItemEvent.FromString(message))
+        self.events.append(pb.ItemEvent.FromString(message) if isinstance(message, bytes) else message)
 
 
 @pytest.fixture(autouse=True)
@@ -62,21 +62,18 @@ async def rig() -> AsyncIterator[Rig]:
     assert num_holds(rig.store) == 0
 
 
-async def run(
-    rig: Rig, context: SlowContext, encode: Callable[[Item], Awaitable[EncodeResult]], items: Sequence[Item]
-) -> None:
-    """The call. Its last message is among the context's events, as if gRPC had sent it."""
+def stream_of(rig: Rig, context: SlowContext) -> ItemStream:
     found: Any = context
-    writer = EventWriter(found, rig.pipeline.clock, len(items))
-    delivery, call = Delivery(rig.pipeline, rig.metrics), Call("Encode", "id")
-    await ItemStream(rig.pipeline, delivery, writer, call, requested=INLINE).run(encode, items)
-    context.events.append(pb.ItemEvent.FromString(writer.last))
+    delivery = Delivery(rig.pipeline, rig.metrics)
+    call = Call("Encode", "id")
+    writer = EventWriter(found, rig.pipeline.clock)
+    return ItemStream(rig.pipeline, delivery, writer, call, requested=INLINE)
 
 
 async def test_chunks_of_an_item_follow_its_result_in_order(rig: Rig) -> None:
     context = SlowContext()
     items = [image(value, side=8) for value in range(5)]
-    await run(rig, context, rig.pipeline.encode, items)
+    await stream_of(rig, context).run(rig.pipeline.encode, items)
     results = [event.item_index for event in context.events if event.HasField("result")]
     assert sorted(results) == list(range(5))
     events = iter(context.events)
@@ -119,7 +116,7 @@ async def test_p21_inline_rows_hold_their_slot_until_their_last_chunk_is_written
     store = memory_store(PROBE_BYTES + 4096)  # room for one item
     async with running(Rig(store)) as rig:
         context = EvictingContext(store)
-        await run(rig, context, rig.pipeline.encode, [image(9, side=16)])
+        await stream_of(rig, context).run(rig.pipeline.encode, [image(9, side=16)])
         data = b"".join(event.chunk.data for event in context.events if event.HasField("chunk"))
         rows = torch.frombuffer(bytearray(data), dtype=torch.float32).view(64, 16)
         assert len(context.events) == 1 + 5
@@ -132,7 +129,7 @@ async def test_p21_inline_rows_hold_their_slot_until_their_last_chunk_is_written
 async def test_an_item_that_fails_fails_alone(rig: Rig, num_items: int) -> None:
     context = SlowContext()
     bad = Item(Modality.IMAGE, EncodedFile(b"<html>"))
-    await run(rig, context, rig.pipeline.encode, [bad, *map(image, range(1, num_items))])
+    await stream_of(rig, context).run(rig.pipeline.encode, [bad, *map(image, range(1, num_items))])
     (failure,) = (event for event in context.events if event.HasField("failure"))
     assert failure.item_index == 0
     assert failure.failure.reason == UndecodableImage.reason
@@ -146,7 +143,7 @@ async def test_work_that_is_cancelled_inside_is_its_items_failure(rig: Rig) -> N
         raise asyncio.CancelledError
 
     context = SlowContext()
-    await run(rig, context, cancelled, [image()])
+    await stream_of(rig, context).run(cancelled, [image()])
     assert context.events[0].failure.reason == "DRAINING"
 
 
@@ -155,7 +152,7 @@ async def test_p15_a_caller_that_leaves_at_any_moment_leaves_nothing_behind(rig:
     before = asyncio.all_tasks()
     context = SlowContext()
     running_ = asyncio.ensure_future(
-        run(rig, context, rig.pipeline.encode, [image(value, side=8) for value in range(3)])
+        stream_of(rig, context).run(rig.pipeline.encode, [image(value, side=8) for value in range(3)])
     )
     for _ in range(num_turns):
         await asyncio.sleep(0)
@@ -192,7 +189,7 @@ class ClosedContext(SlowContext):
 
 async def test_p15_a_write_to_a_caller_that_has_left_ends_the_call_as_cancelled(rig: Rig) -> None:
     async def handler(_: object, context: Any) -> None:
-        await run(rig, context, rig.pipeline.encode, [image(1), bad, image(2)])
+        await stream_of(rig, context).run(rig.pipeline.encode, [image(1), bad, image(2)])
 
     bad = Item(Modality.IMAGE, EncodedFile(b"<html>"))
     context: Any = ClosedContext()
@@ -218,7 +215,7 @@ async def test_p17_a_caller_that_reads_slowly_starts_no_more_than_it_reads(
 
     context = SlowContext()
     context.gate.clear()
-    call = asyncio.ensure_future(run(rig, context, encode, [image(value) for value in range(8)]))
+    call = asyncio.ensure_future(stream_of(rig, context).run(encode, [image(value) for value in range(8)]))
     for _ in range(50):
         await asyncio.sleep(0)
     assert len(started) == 1
@@ -234,5 +231,5 @@ async def test_p17_a_caller_that_reads_nothing_is_left(rig: Rig, monkeypatch: py
     context = SlowContext()
     context.gate.clear()
     with pytest.raises(DeadlineExceeded, match=r"has read nothing for 0\.05 s"):
-        await run(rig, context, rig.pipeline.encode, [image(value) for value in range(3)])
+        await stream_of(rig, context).run(rig.pipeline.encode, [image(value) for value in range(3)])
     assert context.events == []

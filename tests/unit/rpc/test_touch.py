@@ -39,7 +39,7 @@ class Context:
     def time_remaining(self) -> None:
         return None
 
-    async def write(self, event: bytes) -> None:
+    async def write(self, event: object) -> None:
         self.events.append(event)
 
 
@@ -69,8 +69,8 @@ async def announced(rig: Rig, servicer: VisionEncoderServicer, namespace: str) -
     key, context = encoded.encoded.key, Context()
     request = pb.FetchRequest(keys=[key], namespace=namespace, delivery=pb.DELIVERY_HOST)
     fetch: Any = observed.observed("Fetch", servicer.fetch, rig.metrics, "instance")
-    last = await fetch(request, context)
-    result = pb.ItemEvent.FromString([*context.events, last][0]).result
+    await fetch(request, context)
+    result = context.events[0].result
     if result.WhichOneof("rows") == "inline":
         return None
     return pb.TouchedRows(key=key, generation=result.place.generation)

@@ -13,7 +13,14 @@ from typing import Any
 from prometheus_client import Counter, Gauge, Histogram
 
 from lm_adapter.engines.vllm.stats import BYTES, FAILURES, HITS, LOST_READS, QUERIES, WAITS
-from lm_adapter.errors import DeadlineExceeded, EncoderError, EncoderUnavailable, ItemFailed
+from lm_adapter.errors import (
+    EncoderError,
+    EncoderFault,
+    EncoderOverloaded,
+    ModelMismatch,
+    ProtocolMismatch,
+    RequestRefused,
+)
 from lm_adapter.shm.attachment import TRANSPORTS
 
 WAIT_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -49,8 +56,9 @@ MAX_REASONS = 64
 REASON = re.compile("[A-Z][A-Z_]{1,39}")
 """What an encoder's reasons look like. Others, and those beyond MAX_REASONS, are counted as OTHER_REASON."""
 OTHER_REASON = "OTHER"
-UNREACHABLE = (EncoderUnavailable, DeadlineExceeded, ItemFailed)
-"""ItemFailed: this process could not ask, for example because a file of its settings is unusable."""
+USUAL_REASONS = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "OVERLOADED", "INVALID_ROWS", OTHER_REASON)
+ANSWERS = (RequestRefused, EncoderOverloaded, EncoderFault, ModelMismatch, ProtocolMismatch)
+"""Errors that an encoder states. By all others it was not reached, or could not be asked."""
 
 
 class EncoderMetrics:
@@ -67,7 +75,7 @@ class EncoderMetrics:
         self._reasons: set[str] = set()
         self._wait = metric_types[Histogram](
             name="vllm:vision_encoder_rows_wait_seconds",
-            documentation="Time for which requests waited for rows of images and clips.",
+            documentation="Time for which requests waited for rows of images and clips that they got.",
             buckets=WAIT_BUCKETS_S,
             labelnames=labelnames,
         )
@@ -89,6 +97,8 @@ class EncoderMetrics:
                 self._counters[key].labels(*labels)
             for transport in TRANSPORTS:
                 self._counters[BYTES].labels(*labels, transport)
+            for reason in USUAL_REASONS:
+                self._counters[FAILURES].labels(*labels, reason)
 
     def observe(self, transfer_stats_data: Mapping[str, Any], engine_idx: int = 0) -> None:
         """transfer_stats_data: ``RowStats.data`` of one of the engines."""
@@ -107,7 +117,7 @@ class EncoderMetrics:
     def asked(self, error: EncoderError | None) -> None:
         """error: why the encoder did not describe itself; None if it did."""
         for labels in self._engines.values():
-            self._reachable.labels(*labels).set(0.0 if isinstance(error, UNREACHABLE) else 1.0)
+            self._reachable.labels(*labels).set(error is None or isinstance(error, ANSWERS))
 
     def _known(self, reason: str) -> str:
         """The reason, as a label with a bounded number of values."""
