@@ -76,11 +76,11 @@ test-engines: $(ENGINES_STAMP) ## Run vLLM on the CPU with image rows of Qwen3-V
 test-engines-all: $(ENGINES_STAMP) ## The same with every family, data parallelism and the bench
 	OMP_NUM_THREADS=1 $(ENGINES_VENV)/bin/python $(ENGINES_PYTEST) tests/engines
 
-# What a new version of vLLM may change: tokens, failures, what the plugin uses, what runs beside it.
+# What a new version of vLLM may change: tokens, failures, what the plugin uses, media, what runs beside it.
 test-engines-next: $(ENGINES_NEXT_STAMP) ## Run the most telling of these with the newest vLLM that was tested
 	OMP_NUM_THREADS=1 $(ENGINES_NEXT_VENV)/bin/python $(ENGINES_PYTEST) -m "not extended" \
 	    tests/engines/test_vllm_tokens.py tests/engines/test_vllm_failures.py tests/engines/test_vllm_plugin.py \
-	    tests/engines/test_vllm_beside.py
+	    tests/engines/test_vllm_beside.py tests/engines/test_vllm_epd.py tests/engines/test_vllm_media.py
 
 $(SGLANG_STAMP): pyproject.toml deploy/install_sglang.py deploy/install_engines.py deploy/install.py
 	@test -x $(SGLANG_VENV)/bin/python || $(PYTHON) -m venv $(SGLANG_VENV)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import os
 import random
 import shutil
@@ -161,6 +162,10 @@ def chosen_mixes(
         try:
             found = tuple(float(rate) for rate in rates.split(",")) if rates else known[name].rates
         except ValueError:
+            found = ()
+        if rates and known[name].users:
+            parser.error(f"--rates: {name} has users and no rates")
+        if not known[name].users and not (found and all(0 < rate < math.inf for rate in found)):
             parser.error(f"--rates: {rates!r} is no list of rates such as 10,16.5")
         chosen[name] = replace(known[name], rates=found)
     return chosen
@@ -343,7 +348,7 @@ def table_of_rates(result: dict[str, Any]) -> Table:
     times = [f"{name} {part}" for name in ("first_token_ms", "between_tokens_ms") for part in ("p50", "p99")]
     for row in epd_rates.summary(result["records"]):
         if "goodput" in row:
-            shares = ["{:.1f}/s ({:.1f}-{:.1f})".format(*row["goodput"][name]) for name in bounds]
+            shares = [f"{row['goodput'][name]}/s" for name in bounds]
             table.add_row(row["mix"], f"{epd_rates.GOOD_SHARE:.0%} at", row["server"], *[""] * 4, *shares)
             continue
         cells = ["{:.1f} ({:.1f}-{:.1f})".format(*row[name]) if row[name] else "" for name in times]

@@ -9,6 +9,7 @@ every request are kept, and bounds are applied to them afterwards.
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import statistics
 import time
@@ -27,6 +28,9 @@ GOOD_SHARE = 0.9
 WARM_UP_S = 6.0
 PIXELS_OF_A_TOKEN = 32 * 32
 TURN_PAUSE_S = 2.0
+AT, FIRST, BETWEEN, LONGEST, TOTAL, FAILURE = range(6)
+"""Places in the record of a request, which is a list because there are many: the second at which it was sent;
+milliseconds to the first token, between tokens in the mean and at most, and to the end; why it failed."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +119,7 @@ class Requests:
     def __post_init__(self) -> None:
         self._choice = random.Random(self.seed)
         self._pictures = {
-            kind: Pictures((kind.width, kind.height), self._choice, self.mix.clip_s)
+            kind: Pictures((kind.width, kind.height), self._choice, self.mix.clip_s, keeps=False)
             for kind in self.mix.kinds
             if not self.mix.as_text
         }
@@ -150,10 +154,10 @@ class Requests:
         return self._choice.randrange(10**6) * 10**6 + self._number
 
 
-async def measure(urls: Sequence[str], requests: Sequence[Sent], seed: str) -> tuple[list[list[Any]], float]:
-    """Sends the requests, to the URLs in turns. Returns for each request the second at which it was sent, and
-    milliseconds to the first token, between tokens in the mean and at most, and to the end, with the failure
-    if there is one; and the seconds of all."""
+async def measure(
+    urls: Sequence[str], requests: Sequence[Sent], tokens: int, seed: str
+) -> tuple[list[list[Any]], float]:
+    """Sends the requests, to the URLs in turns. Returns a record of each, and the seconds of all."""
     found: list[list[Any]] = []
     timeout, connector = aiohttp.ClientTimeout(total=180), aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(timeout=timeout, connector=connector, read_bufsize=1 << 20) as client:
@@ -161,16 +165,22 @@ async def measure(urls: Sequence[str], requests: Sequence[Sent], seed: str) -> t
 
         async def one(number: int, request: Sent) -> None:
             pauses = random.Random(f"{seed} {number}")
-            for turn, body in enumerate(request.bodies):
+            bodies = iter(request.bodies)
+            turn = 0
+            # On a thread: the loop takes the times of all others.
+            while (body := await asyncio.to_thread(next, bodies, None)) is not None:
                 if turn:
                     await asyncio.sleep(pauses.expovariate(1 / TURN_PAUSE_S))
+                turn += 1
                 at_s = time.perf_counter() - begun
                 try:
                     timed = await send(client, urls[number % len(urls)], body)
                 except (aiohttp.ClientError, TimeoutError) as error:
                     timed = Timed(0.0, 0.0, (), repr(error)[:200])
                 gaps = timed.gaps_ms or (0.0,)
-                times = (timed.first_ms, statistics.fmean(gaps), max(gaps), timed.total_ms)
+                # vLLM may send several tokens at once; the mean is over all tokens.
+                between_ms = sum(gaps) / max(1, tokens - 1)
+                times = (timed.first_ms, between_ms, max(gaps), timed.total_ms)
                 found.append([round(at_s, 3), *(round(value, 2) for value in times), timed.failure])
 
         tasks = []
@@ -189,13 +199,13 @@ def run_mix(
     requests = Requests(mix, f"{seed} {name}")
     warm = requests.arrivals(mix.rates[0], WARM_UP_S)
     for each in urls.values():
-        asyncio.run(measure(each, warm, "warm-up"))
+        asyncio.run(measure(each, warm, mix.tokens, "warm-up"))
     records = []
     for turn in range(rounds):
         for rate in mix.rates:
             sent = requests.arrivals(rate, seconds)
             for server in list(urls) if turn % 2 == 0 else list(urls)[::-1]:
-                found, took_s = asyncio.run(measure(urls[server], sent, f"{seed} {turn}"))
+                found, took_s = asyncio.run(measure(urls[server], sent, mix.tokens, f"{seed} {turn}"))
                 point = {"mix": name, "rate": rate, "server": server, "round": turn, "seconds": took_s}
                 records.append({**point, **figures(found), "requests": found})
     return records
@@ -203,17 +213,18 @@ def run_mix(
 
 def figures(requests: Sequence[Sequence[Any]]) -> dict[str, Any]:
     """Of one point. A request that failed is outside of all bounds."""
-    good = [one for one in requests if not one[5]]
-    first, between = [one[1] for one in good], [one[2] for one in good]
+    good = [one for one in requests if not one[FAILURE]]
+    first, between = [one[FIRST] for one in good], [one[BETWEEN] for one in good]
     return {
         "num_failed": len(requests) - len(good),
-        "failures": sorted({one[5] for one in requests if one[5]})[:3],
+        "failures": sorted({one[FAILURE] for one in requests if one[FAILURE]})[:3],
         "first_token_ms": {"p50": percentile(first, 0.5), "p99": percentile(first, 0.99)} if good else None,
         "between_tokens_ms": {"p50": percentile(between, 0.5), "p99": percentile(between, 0.99)}
         if good
         else None,
         "within": {
-            label(bound): sum(one[1] <= bound[0] and one[2] <= bound[1] for one in good) / len(requests)
+            label(bound): sum(one[FIRST] <= bound[0] and one[BETWEEN] <= bound[1] for one in good)
+            / len(requests)
             for bound in BOUNDS
         },
     }
@@ -225,7 +236,8 @@ def label(bound: tuple[float, float]) -> str:
 
 def goodput(shares: Mapping[float, float]) -> float:
     """Requests a second up to which GOOD_SHARE of them are within a bound, from the share at each rate,
-    interpolated. 0 if it is less at the lowest rate; at most the highest rate that was measured."""
+    interpolated. 0 if it is less at the lowest rate, infinite if it is as much at the highest: what lies
+    beyond was not measured."""
     kept = 0.0, 1.0
     for rate, share in sorted(shares.items()):
         if share < GOOD_SHARE:
@@ -233,12 +245,12 @@ def goodput(shares: Mapping[float, float]) -> float:
                 return 0.0
             return kept[0] + (rate - kept[0]) * (kept[1] - GOOD_SHARE) / (kept[1] - share)
         kept = rate, share
-    return kept[0]
+    return math.inf
 
 
 def summary(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """For each mix, rate and server the median over the rounds, with the minimum and the maximum; then the
-    goodput of each mix and server in every bound."""
+    goodput of each mix and server in every bound, as text of its least and greatest round."""
     rows: list[dict[str, Any]] = []
     for mix, rate, server in dict.fromkeys((one["mix"], one["rate"], one["server"]) for one in records):
         mine = [one for one in records if (one["mix"], one["rate"], one["server"]) == (mix, rate, server)]
@@ -251,15 +263,25 @@ def summary(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         rows.append(row)
     for mix, server in dict.fromkeys((one["mix"], one["server"]) for one in records if one["rate"]):
         mine = [one for one in records if (one["mix"], one["server"]) == (mix, server)]
+        rates = sorted({one["rate"] for one in mine})
         by_round: dict[str, list[float]] = {name: [] for name in mine[0]["within"]}
         for turn in dict.fromkeys(one["round"] for one in mine):
             for name, found in by_round.items():
                 shares = {one["rate"]: one["within"][name] for one in mine if one["round"] == turn}
                 found.append(goodput(shares))
-        rows.append(
-            {"mix": mix, "server": server, "goodput": {name: spread(one) for name, one in by_round.items()}}
-        )
+        texts = {
+            name: " to ".join(dict.fromkeys(goodput_text(one, rates) for one in (min(found), max(found))))
+            for name, found in by_round.items()
+        }
+        rows.append({"mix": mix, "server": server, "goodput": texts})
     return rows
+
+
+def goodput_text(value: float, rates: Sequence[float]) -> str:
+    """In requests a second. rates: that were measured."""
+    if value in (0.0, math.inf):
+        return f"under {rates[0]:g}" if not value else f"over {rates[-1]:g}"
+    return f"{value:.1f}"
 
 
 def spread(values: Sequence[float]) -> list[float] | None:

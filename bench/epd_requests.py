@@ -39,9 +39,12 @@ class Timed:
 class Pictures:
     """JPEG files of one size, or MP4 files. seen: the files that ``take`` has returned as new."""
 
-    def __init__(self, size: tuple[int, int], choice: random.Random, clip_s: int = 0) -> None:
-        """size: width and height in pixels. clip_s: length of each clip; 0 for images."""
-        self._choice = choice
+    def __init__(
+        self, size: tuple[int, int], choice: random.Random, clip_s: int = 0, *, keeps: bool = True
+    ) -> None:
+        """size: width and height in pixels. clip_s: length of each clip; 0 for images. keeps: new files for
+        ``seen``."""
+        self._choice, self._keeps = choice, keeps
         self._is_clip = bool(clip_s)
         if clip_s:
             self._files = [self._clip(*size, clip_s) for _ in range(NUM_CLIPS)]
@@ -85,7 +88,8 @@ class Pictures:
             new = file + (len(comment) + 8).to_bytes(4, "big") + b"free" + comment
         else:
             new = file[:2] + b"\xff\xfe" + (len(comment) + 2).to_bytes(2, "big") + comment + file[2:]
-        self.seen.append(new)
+        if self._keeps:
+            self.seen.append(new)
         return new
 
 
