@@ -8,6 +8,7 @@ torch is not imported.
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import os
 import shutil
 import stat
@@ -21,6 +22,7 @@ import structlog
 from encoder_service.config import AUTO, Settings, check_address
 from encoder_service.errors import ConfigurationError
 from encoder_service.ops.addresses import remove_dead_socket
+from encoder_service.ops.traces import check_tracing
 
 log = structlog.get_logger(__name__)
 
@@ -73,6 +75,31 @@ def check_driver(device: str) -> None:
             f"--device is {device}, and this host has no NVIDIA driver: there is no {DRIVER_FILE}, "
             "nvidia-smi or libcuda.so.1; a container needs NVIDIA's runtime (docker run --gpus all); "
             "--device auto takes the CPU where there is no GPU"
+        )
+
+
+def check_installed(settings: Settings) -> None:
+    """Raises ConfigurationError for what a setting needs and this host or environment lacks, as far as it
+    shows without torch."""
+    check_driver(settings.device)
+    on_cpu = settings.device == "cpu" or (settings.device == AUTO and not (has_gpu() or has_driver_library()))
+    if on_cpu or settings.tower == "plain":
+        check_plain_attention(settings, "cpu" if on_cpu else settings.device)
+    if settings.traces != "off":
+        check_tracing()
+    if settings.serve_tokenspeed and importlib.util.find_spec("mooncake") is None:
+        raise ConfigurationError(
+            "--serve-tokenspeed needs Mooncake, which is not installed: pip install '.[serve,tokenspeed]' in "
+            "a checkout, and the system's libibverbs1"
+        )
+
+
+def check_plain_attention(settings: Settings, device: str) -> None:
+    """Raises ConfigurationError for an attention backend that the plain tower does not have."""
+    if settings.attention not in (AUTO, "sdpa"):
+        raise ConfigurationError(
+            f"--attention is {settings.attention}, which needs a GPU and --tower auto; the device is "
+            f"{device}, the tower {settings.tower}: sdpa and auto run there"
         )
 
 

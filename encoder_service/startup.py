@@ -17,6 +17,7 @@ from encoder_service.admin.gauges import register_segments
 from encoder_service.broker import Broker, BrokerLimits, broker_options
 from encoder_service.checkpoints.hub_id import HubId, hub_id
 from encoder_service.config import AUTO, Settings
+from encoder_service.defaults import check_plain_attention
 from encoder_service.engine.device import DeviceEngine
 from encoder_service.engine.fast_path import build_graph_runner
 from encoder_service.engine.faults import first_line
@@ -157,11 +158,7 @@ def capture_graphs(model: ServedModel, settings: Settings) -> GraphRunner | None
     own. Raises ConfigurationError."""
     device = model.tower.device
     if device.type != "cuda" or settings.tower == "plain":
-        if settings.attention not in (AUTO, "sdpa"):
-            raise ConfigurationError(
-                f"--attention is {settings.attention}, which needs a GPU and --tower auto; the device is "
-                f"{device}, the tower {settings.tower}: sdpa and auto run there"
-            )
+        check_plain_attention(settings, str(device))
         return None
     torch.cuda.set_device(device)
     return build_graph_runner(

@@ -196,7 +196,9 @@ def _check_finite(rows: EncodedRows) -> None:
 def check_items(items: Iterable[Item]) -> list[Item]:
     """The items as a list. Raises InvalidRequest for anything else."""
     if isinstance(items, Item | bytes | str) or not isinstance(items, Iterable):
-        raise InvalidRequest(f"items is a {type(items).__name__}, needs a sequence of items")
+        raise InvalidRequest(
+            f"items has the type {type(items).__name__}, needs items such as ImageItem.from_path(path)"
+        )
     for index, item in enumerate(items := list(items)):
         if not isinstance(item, Item):
             raise InvalidRequest(

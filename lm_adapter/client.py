@@ -124,6 +124,9 @@ class AsyncVisionEncoderClient:
         self._server = Server(target, channel, self._routing, window, on_info)
         self._reports = ReadReports(asyncio.get_running_loop(), self._send_report)
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.target!r})"
+
     async def __aenter__(self) -> Self:
         return self
 

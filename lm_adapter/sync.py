@@ -71,6 +71,9 @@ class VisionEncoderClient:
         self._thread.start()
         self._loop, self._client = made.result()
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.target!r})"
+
     def __enter__(self) -> Self:
         return self
 

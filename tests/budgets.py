@@ -12,7 +12,7 @@ adapter = [module for name, module in sys.modules.items() if name.split(".")[0] 
 service = "".join(path.read_text() for path in Path("encoder_service").rglob("*.py"))
 sizes = {
     "modules that `import lm_adapter` loads": (len(adapter), 25),
-    "their lines": (sum(len(inspect.getsource(module).splitlines()) for module in adapter), 3750),
+    "their lines": (sum(len(inspect.getsource(module).splitlines()) for module in adapter), 3760),
     "settings": (len(Settings.model_fields), 63),
     "metrics": (len({re.sub("_total$", "", name) for name in re.findall(r'"(ve_[a-z0-9_]+)"', service)}), 61),
     "lines of README.md": (len(Path("README.md").read_text().splitlines()), 150),

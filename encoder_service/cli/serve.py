@@ -77,7 +77,7 @@ def serve(**options: Any) -> None:
     separated by commas, or the option is repeated."""
     from encoder_service.checkpoints.hub_id import check_model
     from encoder_service.config import parse_settings
-    from encoder_service.defaults import check_driver
+    from encoder_service.defaults import check_installed
     from encoder_service.errors import StartupError, missing_module
     from encoder_service.ops.logs import configure_logs, never_wait, silence_grpc
 
@@ -88,7 +88,7 @@ def serve(**options: Any) -> None:
         silence_grpc()
         check_model(settings.model)
         check_files(settings)
-        check_driver(settings.device)
+        check_installed(settings)
         check_addresses(settings)
         # Imports torch, for seconds, which an answer to a wrong setting does not wait for.
         log.info("starting", version=__version__, model=str(settings.model), step="importing torch")

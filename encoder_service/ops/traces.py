@@ -45,16 +45,24 @@ def _stop(provider: TracerProvider) -> None:
     provider.shutdown()
 
 
-def _otlp_provider(version: str) -> TracerProvider:
+def check_tracing() -> None:
+    """Raises ConfigurationError where OpenTelemetry is not installed."""
     try:
-        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
-        from opentelemetry.sdk.resources import SERVICE_NAME, SERVICE_VERSION, Resource
-        from opentelemetry.sdk.trace import TracerProvider
-        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        import opentelemetry.exporter.otlp.proto.grpc.trace_exporter
+        import opentelemetry.sdk.trace.export  # noqa: F401
     except ImportError as error:
         raise ConfigurationError(
             f"traces need the extra otel (pip install '.[serve,otel]' in a checkout): {error}"
         ) from None
+
+
+def _otlp_provider(version: str) -> TracerProvider:
+    check_tracing()
+    from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+    from opentelemetry.sdk.resources import SERVICE_NAME, SERVICE_VERSION, Resource
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
     resource = Resource.create({SERVICE_VERSION: version})
     if str(resource.attributes.get(SERVICE_NAME, "")).startswith("unknown_service"):
         # No variable names the service. Attributes in code would override a name from the variables.

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import socket
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ from structlog.testing import capture_logs
 from encoder_service import defaults
 from encoder_service.broker import ListeningSocket
 from encoder_service.config import parse_settings
-from encoder_service.defaults import check_driver, with_broker_path, with_device
+from encoder_service.defaults import check_driver, check_installed, with_broker_path, with_device
 from encoder_service.errors import ConfigurationError
 from encoder_service.startup import capture_graphs, failure_text, tower_dtype
 
@@ -156,6 +157,23 @@ def test_a_gpus_attention_is_refused_on_the_cpu(tmp_path: Path) -> None:
     assert capture_graphs(model, parse_settings(model=tmp_path, attention="sdpa")) is None
     with pytest.raises(ConfigurationError, match="--attention is fa3, which needs a GPU"):
         capture_graphs(model, parse_settings(model=tmp_path, attention="fa3"))
+
+
+@pytest.mark.parametrize(
+    ("setting", "text"),
+    [
+        ({"device": "cpu", "attention": "fa3"}, "--attention is fa3, which needs a GPU"),
+        ({"traces": "otlp"}, "traces need the extra otel"),
+        ({"serve_tokenspeed": "127.0.0.1:0"}, "--serve-tokenspeed needs Mooncake"),
+    ],
+)
+def test_what_is_not_there_is_refused_before_the_model_loads(
+    setting: dict[str, str], text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("mooncake", "opentelemetry.sdk.trace.export"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ConfigurationError, match=text):
+        check_installed(parse_settings(model=tmp_path, **setting))
 
 
 LISTEN = ("unix:/run/e.sock", "0.0.0.0:50051")
