@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import importlib
+import inspect
 import json
 import subprocess
 import sys
@@ -24,8 +27,10 @@ from lm_adapter.engines.shared.agreement import Agreement
 from lm_adapter.engines.shared.geometry import Geometry
 from lm_adapter.engines.shared.images import ImageFile
 from lm_adapter.engines.vllm import models
+from lm_adapter.engines.vllm.connector import ConnectorMethods
 from lm_adapter.engines.vllm.interfaces import first_difference
 from lm_adapter.engines.vllm.models import ARCHITECTURES, check_model
+from lm_adapter.engines.vllm.rank_socket import StepRows
 from lm_adapter.engines.vllm.settings import CONNECTOR, MODULE, Settings, mark
 from lm_adapter.engines.vllm.worker.without_tower import TOWER_PREFIXES
 from lm_adapter.errors import InvalidRequest, ItemFailed
@@ -50,6 +55,7 @@ def config(
     runner: str = "generate",
     num_nodes: int = 1,
     backend: str = "mp",
+    module_path: str | None = MODULE,
 ) -> Any:
     mm_config = SimpleNamespace(
         mm_processor_cache_type="lru", mm_processor_kwargs=None, is_multimodal_pruning_enabled=lambda: False
@@ -58,7 +64,7 @@ def config(
         mark(mm_config)
     transfer = SimpleNamespace(
         ec_connector=CONNECTOR,
-        ec_connector_module_path=MODULE,
+        ec_connector_module_path=module_path,
         ec_connector_extra_config={"target": "127.0.0.1:1"},
     )
     return SimpleNamespace(
@@ -94,6 +100,11 @@ def test_classes_have_the_names_that_vllm_looks_for(architecture: str) -> None:
             "LlamaForCausalLM, image rows are for Qwen3VL",
         ),
         ({"is_marked": False}, "hook"),
+        # By ECConnectorFactory.register_connector, vLLM finds the class without the path.
+        (
+            {"is_marked": False, "module_path": None},
+            f"ec_connector_module_path None: set them to {CONNECTOR} and {MODULE}",
+        ),
         ({"runner": "pooling"}, "pooling"),
         ({"num_nodes": 2}, "several nodes"),
         ({"backend": "ray"}, "ray"),
@@ -107,6 +118,95 @@ def test_what_cannot_work_is_refused(changed: dict[str, Any], text: str) -> None
 
 def test_this_vllm_has_what_the_plugin_uses() -> None:
     assert first_difference() == ""
+
+
+def connector_class() -> Any:
+    from lm_adapter.engines.vllm import VisionEncoderConnector
+
+    return VisionEncoderConnector
+
+
+@pytest.mark.parametrize(
+    ("module", "path"),
+    [
+        ("vllm.model_executor.models.interfaces", "SupportsMultiModal._mark_tower_model"),
+        ("vllm.model_executor.models.config", "VerifyAndUpdateConfig.verify_and_update_config"),
+        ("vllm.model_executor.models.config", "VerifyAndUpdateConfig.verify_and_update_model_config"),
+        ("vllm.multimodal.inputs", "PlaceholderRange.get_num_embeds"),
+        ("vllm.multimodal.media", "MediaConnector.fetch_video_async"),
+        *(
+            ("vllm.multimodal.inputs", f"MultiModalFeatureSpec.{name}")
+            for name in ("data", "identifier", "mm_position", "modality")
+        ),
+        *(("vllm.config", f"ModelConfig.{name}") for name in ("dtype", "hf_config")),
+    ],
+)
+def test_what_a_vllm_lacks_is_named(module: str, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Methods, and fields of dataclasses, with a default and without."""
+    class_name, name = path.split(".")
+    owner = getattr(importlib.import_module(module), class_name)
+    fields = getattr(owner, "__dataclass_fields__", {})
+    if name in fields:
+        monkeypatch.delitem(fields, name)
+    if name in vars(owner):
+        monkeypatch.delattr(owner, name)
+    assert first_difference() == f"its {module} has no {path}"
+
+
+def test_methods_take_the_keywords_of_the_base_class() -> None:
+    """vLLM may pass any argument by name."""
+    from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase
+
+    def names(method: Any) -> list[str]:
+        parameters = inspect.signature(method).parameters.values()
+        return [one.name for one in parameters if one.kind is not one.VAR_KEYWORD]
+
+    overridden = [
+        name
+        for name in vars(ConnectorMethods).keys() & vars(ECConnectorBase).keys()
+        if callable(getattr(ECConnectorBase, name)) and name not in vars(object)
+    ]
+    assert {"build_prom_metrics", "ensure_cache_available", "start_load_caches"} <= set(overridden)
+    for name in ("__init__", *overridden):
+        assert names(getattr(ConnectorMethods, name)) == names(getattr(ECConnectorBase, name)), name
+
+
+def test_what_vllm_gets_are_instances_of_its_classes(monkeypatch: pytest.MonkeyPatch) -> None:
+    from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+    from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase, ECConnectorMetadata
+    from vllm.distributed.ec_transfer.ec_connector.metrics import ECConnectorPromMetrics, ECConnectorStats
+
+    from lm_adapter.engines.vllm.api_server.server import ApiServer
+
+    monkeypatch.setattr(ApiServer, "current", None)
+    kind, registry = connector_class(), CollectorRegistry()
+    assert issubclass(kind, ECConnectorBase)
+    assert isinstance(StepRows(), ECConnectorMetadata)
+    stats = kind.build_ec_connector_stats({"queries": {"": 2}})
+    assert isinstance(stats, ECConnectorStats)
+    assert stats.aggregate(kind.build_ec_connector_stats()).reduce() == {"Num items": 2}
+    types = {one: functools.partial(one, registry=registry) for one in (Counter, Gauge, Histogram)}
+    metrics = kind.build_prom_metrics(
+        vllm_config=config(), metric_types=types, labelnames=["engine"], per_engine_labelvalues={0: ["0"]}
+    )
+    assert isinstance(metrics, ECConnectorPromMetrics)
+    metrics.observe(transfer_stats_data=stats.data, engine_idx=0)
+    assert registry.get_sample_value("vllm:vision_encoder_cache_queries_total", {"engine": "0"}) == 2
+
+
+@pytest.mark.parametrize(
+    "architecture", ["Qwen3VLForConditionalGeneration", "KimiK25ForConditionalGeneration"]
+)
+def test_vllms_own_code_leaves_the_tower_out(architecture: str) -> None:
+    """From this plugin's stand-in for the configuration."""
+    from vllm.model_executor.models.utils import StageMissingLayer
+
+    model = object.__new__(getattr(models, architecture))
+    torch.nn.Module.__init__(model)
+    model._consumes_rows = True
+    with model._mark_tower_model(SimpleNamespace(), {"image", "video"}):
+        model.visual = torch.nn.Linear(2, 2)
+    assert isinstance(model.visual, StageMissingLayer)
 
 
 AS_A_NEWER_VLLM = """

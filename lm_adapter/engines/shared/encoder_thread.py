@@ -42,8 +42,8 @@ class Completed:
 
 
 class EncoderThread:
-    """``submit`` and ``cancel`` return at once. ``completed`` has the calls that have ended; one thread pops
-    them."""
+    """``submit``, ``cancel`` and ``call_soon`` return at once; after ``close`` they do nothing. ``completed``
+    has the calls that have ended; one thread pops them."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class EncoderThread:
 
     def submit(self, handle: object, call: Call) -> None:
         """Starts the call. Its outcome goes into ``completed``, with the handle."""
-        self._loop.call_soon_threadsafe(self._begin, handle, call)
+        self.call_soon(self._begin, handle, call)
 
     def submit_future(self, call: Call) -> Future[Any]:
         """Starts the call. The future gets its outcome: a value, or an EncoderError. Cancelling the future
@@ -97,7 +97,7 @@ class EncoderThread:
 
     def cancel(self, handle: object) -> None:
         """Ends the call without an entry in ``completed``, unless it has ended already."""
-        self._loop.call_soon_threadsafe(self._cancel, handle)
+        self.call_soon(self._cancel, handle)
 
     @property
     def num_pending(self) -> int:
@@ -106,7 +106,9 @@ class EncoderThread:
 
     def call_soon(self, function: Callable[..., object], *arguments: object) -> None:
         """Calls the function soon, on the thread."""
-        self._loop.call_soon_threadsafe(function, *arguments)
+        # An engine may go on for some steps after it has closed its connector.
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(function, *arguments)
 
     def run_coroutine(self, coroutine: Coroutine[Any, Any, Any], timeout_s: float = CLOSE_S) -> Any:
         """Runs the coroutine on the thread, and waits for its result."""

@@ -37,11 +37,20 @@ __all__ = ["VisionEncoderConnector", "register"]
 
 @functools.cache
 def _connector() -> type:
-    from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase
+    from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase, ECConnectorMetadata
+    from vllm.distributed.ec_transfer.ec_connector.metrics import ECConnectorPromMetrics, ECConnectorStats
 
     from lm_adapter.engines.vllm.connector import ConnectorMethods
+    from lm_adapter.engines.vllm.rank_socket import StepRows
+    from lm_adapter.engines.vllm.stats import RowStats
 
-    return type("VisionEncoderConnector", (ConnectorMethods, ECConnectorBase), {"__module__": __name__})
+    ECConnectorMetadata.register(StepRows)
+    names = {
+        "__module__": __name__,
+        "stats_class": type("RowStats", (RowStats, ECConnectorStats), {}),
+        "metrics_base": ECConnectorPromMetrics,
+    }
+    return type("VisionEncoderConnector", (ConnectorMethods, ECConnectorBase), names)
 
 
 def __getattr__(name: str) -> Any:

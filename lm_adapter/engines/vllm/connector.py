@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import Any
+from typing import Any, ClassVar
 
 from lm_adapter.engines.shared.agreement import Agreement
 from lm_adapter.engines.shared.encoder_thread import EncoderThread
@@ -39,9 +39,11 @@ class ConnectorMethods:
     """Every method that vLLM calls. The base class's initialiser keeps configuration and role.
 
     encoder_thread, rank_socket, tracker: in the scheduler, None in a worker. reader: in a worker that reads
-    rows, else None."""
+    rows, else None. Without vLLM, stats and metrics have no base class of it."""
 
-    _connector_metadata: Any
+    stats_class: ClassVar[type[RowStats]] = RowStats
+    metrics_base: ClassVar[type] = object
+    _connector_metadata: StepRows | None
 
     @start_of(Settings.ENGINE, logger)
     def __init__(self, vllm_config: VllmConfig, role: Any) -> None:
@@ -134,22 +136,29 @@ class ConnectorMethods:
 
     def get_ec_connector_stats(self) -> RowStats | None:
         """What happened since the last call. A worker's half has nothing: ranks report to the scheduler's."""
-        return None if self.tracker is None else self.tracker.take_stats()
+        taken = None if self.tracker is None else self.tracker.take_stats()
+        return None if taken is None else self.stats_class(taken.data)
 
     # The process that has /metrics ------------------------------------------------------------------------
 
     @classmethod
     def build_ec_connector_stats(cls, data: dict[str, Any] | None = None) -> RowStats:
-        return RowStats(data)
+        return cls.stats_class(data)
 
     @classmethod
     def build_prom_metrics(
-        cls, _vllm_config: VllmConfig, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any
+        cls,
+        vllm_config: VllmConfig,  # noqa: ARG003 - vLLM's name
+        metric_types: Any,
+        labelnames: Any,
+        per_engine_labelvalues: Any,
     ) -> Any:
         from lm_adapter.engines.vllm.api_server.metrics import EncoderMetrics
         from lm_adapter.engines.vllm.api_server.server import ApiServer
 
-        metrics = EncoderMetrics(metric_types, labelnames, per_engine_labelvalues)
+        # Only what vLLM's base class is, not what its initialiser keeps: nothing reads that.
+        kind = type(EncoderMetrics.__name__, (EncoderMetrics, cls.metrics_base), {})
+        metrics = kind(metric_types, labelnames, per_engine_labelvalues)
         if ApiServer.current is not None:
             ApiServer.current.report_to(metrics)
         return metrics
@@ -163,8 +172,9 @@ class ConnectorMethods:
             logger.info("%.0f MiB are reserved for rows that wait", num_bytes / 2**20)
 
     def start_load_caches(self, encoder_cache: dict[str, Any], **_: Any) -> None:
-        """Puts the rows that the step computes with into vLLM's encoder cache."""
-        if self.reader is not None:
+        """Puts the rows that the step computes with into vLLM's encoder cache. Without metadata there is no
+        step."""
+        if self.reader is not None and self._connector_metadata is not None:
             self.reader.begin_step(self._connector_metadata, encoder_cache)
 
     def save_caches(self, encoder_cache: dict[str, Any], mm_hash: str, **kwargs: Any) -> None:

@@ -3,6 +3,11 @@
 Owns the tested versions and the tables of vLLM's interfaces. A tested version is taken as it is. A newer one
 is compared with the tables: it is taken with a warning, or refused with the first difference. The comparison
 imports all that it names, which would delay the start of a tested version for nothing.
+
+The tables have what classes and modules have. What only instances have, because an initialiser sets it,
+cannot be in them: ``EncoderCacheManager.cached``, ``Request.mm_features``, ``ModelConfig.runner_type``,
+``MediaConnector.media_io_kwargs``, and what is set and read of a model (``deepstack_input_embeds``). The
+tests with a real vLLM find those.
 """
 
 from __future__ import annotations
@@ -23,7 +28,9 @@ TESTED = (0, 32), (0, 33)
 MODELS = "vllm.model_executor.models"
 
 CALLED: Mapping[str, tuple[str, ...]] = {
-    "vllm": ("ModelRegistry.models", "ModelRegistry.register_model(model_arch, model_cls)"),
+    "vllm": (
+        *("ModelRegistry.models", "ModelRegistry.register_model(model_arch, model_cls)", "__version__"),
+    ),
     "vllm.config": (
         *(
             f"VllmConfig.{name}"
@@ -33,10 +40,15 @@ CALLED: Mapping[str, tuple[str, ...]] = {
                 *("parallel_config", "scheduler_config", "kv_transfer_config"),
             )
         ),
-        *("ModelConfig.architecture", "ModelConfig.get_multimodal_config", "ModelConfig.max_model_len"),
+        *("ModelConfig.architecture", "ModelConfig.dtype", "ModelConfig.get_multimodal_config()"),
+        *("ModelConfig.hf_config", "ModelConfig.max_model_len"),
+        *("DeviceConfig.device", "LoRAConfig.enable_tower_connector_lora"),
         "SchedulerConfig.max_num_batched_tokens",
         *("MultiModalConfig.mm_processor_cache_type", "MultiModalConfig.mm_processor_kwargs"),
-        "MultiModalConfig.is_multimodal_pruning_enabled",
+        *(
+            "MultiModalConfig.get_limit_per_prompt(modality)",
+            "MultiModalConfig.is_multimodal_pruning_enabled()",
+        ),
         "CompilationConfig.cudagraph_mm_encoder",
         "ParallelConfig.data_parallel_index",
         "ParallelConfig.data_parallel_size",
@@ -53,16 +65,32 @@ CALLED: Mapping[str, tuple[str, ...]] = {
     "vllm.config.ec_manager_config": (
         *("EncoderCacheManagerConfig.encoder_cache_manager_cls", "EncoderCacheManagerConfig.manager_config"),
     ),
-    "vllm.distributed.ec_transfer.ec_connector.base": ("ECConnectorBase.bind_connector_metadata",),
-    "vllm.distributed.parallel_state": ("get_pp_group()",),
+    "vllm.config.multimodal": (
+        *("ImageDummyOptions.height", "ImageDummyOptions.width"),
+        *("VideoDummyOptions.height", "VideoDummyOptions.width"),
+    ),
+    "vllm.distributed.ec_transfer.ec_connector.base": (
+        "ECConnectorBase.bind_connector_metadata(connector_metadata)",
+        *("ECConnectorMetadata", "ECConnectorRole.SCHEDULER"),
+    ),
+    "vllm.distributed.ec_transfer.ec_connector.metrics": (
+        *("ECConnectorPromMetrics", "ECConnectorStats.data"),
+    ),
+    "vllm.distributed.parallel_state": ("GroupCoordinator.is_first_rank", "get_pp_group()"),
     "vllm.envs": (
         *("VLLM_IMAGE_FETCH_TIMEOUT", "VLLM_MAX_IMAGE_PIXELS", "VLLM_MEDIA_CONNECTOR"),
         "VLLM_VIDEO_FETCH_TIMEOUT",
     ),
-    "vllm.exceptions": ("GenerationError", "RetryableRequestError", "VLLMValidationError"),
+    "vllm.exceptions": (
+        *("GenerationError(message)", "RetryableRequestError(message)", "VLLMValidationError"),
+    ),
     f"{MODELS}.config": ("MODELS_CONFIG_MAP",),
+    f"{MODELS}.interfaces": (
+        *("SupportsLoRA.lora_skip_prefixes", "SupportsMultiModal._mark_tower_model(vllm_config, modalities)"),
+    ),
     f"{MODELS}.kimi_k25": (
-        *("KimiK25ForConditionalGeneration", "KimiK25ProcessingInfo", "MaxImageTokenMeta"),
+        *("KimiK25ForConditionalGeneration", "KimiK25ProcessingInfo.get_hf_config()"),
+        *("MaxImageTokenMeta.height", "MaxImageTokenMeta.width"),
     ),
     f"{MODELS}.qwen3_5": (
         *("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"),
@@ -70,27 +98,44 @@ CALLED: Mapping[str, tuple[str, ...]] = {
     ),
     f"{MODELS}.qwen3_vl": (
         "Qwen3VLForConditionalGeneration",
+        "Qwen3VLMultiModalDataParser(spatial_merge_size, video_needs_metadata)",
+        *("Qwen3VLProcessingInfo.get_hf_config()", "Qwen3VLProcessingInfo.get_image_processor()"),
         "Qwen3VLProcessingInfo._get_vision_info"
         "(image_width, image_height, image_processor, mm_kwargs, modality)",
         "Qwen3VLProcessingInfo._merge_and_resolve_mm_processor_kwargs(mm_kwargs)",
     ),
     f"{MODELS}.qwen3_vl_moe": ("Qwen3VLMoeForConditionalGeneration", "Qwen3VLMoeProcessingInfo"),
+    f"{MODELS}.registry": ("_LazyRegisteredModel.module_name",),
+    f"{MODELS}.utils": ("StageMissingLayer",),
     "vllm.multimodal": ("MULTIMODAL_REGISTRY.register_processor(processor, info, dummy_inputs)",),
-    "vllm.multimodal.inputs": ("MultiModalFieldConfig.batched(modality, keep_on_cpu)",),
+    "vllm.multimodal.inputs": (
+        *("MultiModalFeatureSpec.data", "MultiModalFeatureSpec.identifier"),
+        *("MultiModalFeatureSpec.mm_position", "MultiModalFeatureSpec.modality"),
+        *("MultiModalFieldConfig.batched(modality, keep_on_cpu)", "MultiModalFieldElem.data"),
+        *("MultiModalKwargsItem", "PlaceholderRange.get_num_embeds()"),
+        *("PlaceholderRange.length", "PlaceholderRange.offset"),
+    ),
     "vllm.multimodal.media": (
         "MEDIA_CONNECTOR_REGISTRY.register(name)",
+        *("MediaConnector.fetch_image(image_url)", "MediaConnector.fetch_image_async(image_url)"),
+        *("MediaConnector.fetch_video(video_url)", "MediaConnector.fetch_video_async(video_url)"),
         "MediaConnector.load_from_url(url, media_io, fetch_timeout)",
         "MediaConnector.load_from_url_async(url, media_io, fetch_timeout)",
         "MediaWithBytes(media, original_bytes)",
     ),
-    "vllm.multimodal.media.image": ("ImageMediaIO",),
+    "vllm.multimodal.media.image": ("ImageMediaIO(decoded_budget)",),
     "vllm.multimodal.media.video": ("VideoMediaIO(image_io)", "VideoMediaIO.load_base64(media_type, data)"),
     "vllm.multimodal.parse": (
-        *("ImageProcessorItems", "MultiModalDataItems", "ProcessorBatchItems", "VideoProcessorItems"),
+        *("ImageProcessorItems(data)", "ImageSize.height", "ImageSize.width", "MultiModalDataItems"),
+        *("MultiModalDataParser(video_needs_metadata)", "ProcessorBatchItems(data, modality)"),
+        *("ProcessorBatchItems.get_all()", "VideoProcessorItems(data)"),
     ),
-    "vllm.multimodal.processing": ("PromptReplacement(modality, target, replacement)",),
+    "vllm.multimodal.processing": (
+        "InputProcessingContext.get_mm_config()",
+        "PromptReplacement(modality, target, replacement)",
+    ),
     "vllm.multimodal.video": ("Qwen3VLVideoBackend._MAX_FPS", "Qwen3VLVideoBackend._MAX_FRAMES"),
-    "vllm.platforms": ("current_platform",),
+    "vllm.platforms": ("current_platform.current_device()", "current_platform.is_cuda()"),
     "vllm.v1.core.encoder_cache_manager": ("EncoderCacheManager(cache_size)",),
     "vllm.v1.core.sched.output": (
         *("SchedulerOutput.free_encoder_mm_hashes", "SchedulerOutput.num_scheduled_tokens"),
@@ -98,7 +143,8 @@ CALLED: Mapping[str, tuple[str, ...]] = {
     ),
     "vllm.v1.request": ("RequestStatus.RUNNING", "RequestStatus.WAITING_FOR_REMOTE_KVS"),
 }
-"""Module -> what the plugin calls or reads there. It passes the parameters in brackets; there may be more."""
+"""Module -> what the plugin calls or reads there. It passes the parameters in brackets; there may be more. So
+are methods that it replaces by one that takes any further parameters."""
 
 OVERRIDDEN: Mapping[str, tuple[str, ...]] = {
     "vllm.distributed.ec_transfer.ec_connector.base": (
@@ -118,16 +164,28 @@ OVERRIDDEN: Mapping[str, tuple[str, ...]] = {
         "ECConnectorBase.update_state_after_alloc(request, index)",
         "ECConnectorBase.update_state_after_free(request, index)",
     ),
+    "vllm.distributed.ec_transfer.ec_connector.metrics": (
+        "ECConnectorPromMetrics.observe(transfer_stats_data, engine_idx)",
+        *("ECConnectorStats.aggregate(other)", "ECConnectorStats.is_empty()"),
+        *("ECConnectorStats.reduce()", "ECConnectorStats.reset()"),
+    ),
     "vllm.entrypoints.generate.base.serving": (
         "GenerateBaseServing._raise_if_error(finish_reason, request_id)",
     ),
+    f"{MODELS}.config": (
+        "VerifyAndUpdateConfig.verify_and_update_config(vllm_config)",
+        "VerifyAndUpdateConfig.verify_and_update_model_config(model_config)",
+    ),
+    f"{MODELS}.interfaces": ("SupportsMultiModal.embed_multimodal(kwargs)",),
     f"{MODELS}.kimi_k25": (
         "KimiK25DummyInputsBuilder.get_dummy_mm_items()",
+        "KimiK25ForConditionalGeneration.embed_multimodal(kwargs)",
         "KimiK25MultiModalProcessor._apply_hf_processor_main(mm_items, hf_kwargs)",
         "KimiK25MultiModalProcessor._get_mm_fields_config(hf_inputs, hf_processor_mm_kwargs)",
         "KimiK25MultiModalProcessor._get_prompt_updates(mm_items, hf_processor_mm_kwargs, out_mm_kwargs)",
         "KimiK25ProcessingInfo.get_data_parser()",
     ),
+    f"{MODELS}.qwen3_5": ("Qwen3_5ForConditionalGeneration.embed_multimodal(kwargs)",),
     f"{MODELS}.qwen3_vl": (
         "Qwen3VLDummyInputsBuilder._get_dummy_images(width, height, num_images, overrides)",
         "Qwen3VLDummyInputsBuilder._get_dummy_videos(width, height, num_frames, num_videos, overrides)",

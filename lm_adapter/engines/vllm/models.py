@@ -13,7 +13,7 @@ import logging
 from typing import Any
 
 from lm_adapter.engines.vllm.interfaces import refusal
-from lm_adapter.engines.vllm.settings import is_marked
+from lm_adapter.engines.vllm.settings import CONNECTOR, MODULE, has_connector, is_marked
 from lm_adapter.engines.vllm.vllm_types import VllmConfig
 from lm_adapter.engines.vllm.worker.without_tower import without_tower
 from lm_adapter.errors import InvalidRequest
@@ -66,6 +66,14 @@ def check_model(vllm_config: VllmConfig) -> None:
             f"{architecture} is served by {model}, not by {__name__}: the plugin vision_encoder of "
             "vllm.general_plugins was not loaded (VLLM_PLUGINS leaves it out, or this package is not "
             "installed)"
+        )
+    if not has_connector(vllm_config):
+        # Registered by ECConnectorFactory.register_connector, vLLM needs no path, but ``has_connector`` does.
+        transfer = vllm_config.ec_transfer_config
+        assert transfer is not None, "vLLM makes a connector only where one is configured"
+        raise InvalidRequest(
+            f"--ec-transfer-config has ec_connector {transfer.ec_connector} and ec_connector_module_path "
+            f"{transfer.ec_connector_module_path}: set them to {CONNECTOR} and {MODULE}"
         )
     if not is_marked(vllm_config.model_config.get_multimodal_config()):
         raise InvalidRequest(

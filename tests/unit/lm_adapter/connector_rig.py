@@ -42,7 +42,7 @@ class Base:
     def __init__(self, vllm_config: Any, role: Any) -> None:
         self._vllm_config = vllm_config
 
-    def bind_connector_metadata(self, metadata: StepRows) -> None:
+    def bind_connector_metadata(self, metadata: StepRows | None) -> None:
         self._connector_metadata = metadata
 
 

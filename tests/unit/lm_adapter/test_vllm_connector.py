@@ -36,7 +36,8 @@ from lm_adapter.errors import (
     ItemFailed,
     RequestRefused,
 )
-from tests.unit.lm_adapter.connector_rig import Connector, engine_config
+from lm_adapter.items import Grid
+from tests.unit.lm_adapter.connector_rig import BUSY, Connector, Engine, Image, engine_config
 
 PATIENCE_S = 30.0
 NOWHERE = "127.0.0.1:1"
@@ -144,7 +145,40 @@ def test_the_longer_nothing_runs_the_longer_a_step_waits(
     assert tracker.waits_s == pytest.approx([MIN_IDLE_S, MIN_IDLE_S, 0.01, 0.015, MAX_IDLE_S])
 
 
+def test_a_scheduler_that_goes_on_after_shutdown_is_not_stopped() -> None:
+    """vLLM ends its requests, and may make another step, after it has closed the connector."""
+    engine = Engine(engine_config(NOWHERE), num_workers=0)
+    data = {name: Image(name.encode(), Grid(1, 4, 4)) for name in ("known", "new")}
+    known, new = (engine.request(image) for image in data.values())
+    scheduler = engine.scheduler
+    assert not scheduler.ensure_cache_available(known, 0)
+    for _ in range(2):
+        scheduler.shutdown()
+    assert not any(scheduler.ensure_cache_available(request, 0) for request in (known, new))
+    assert not scheduler.has_cache_item(data["new"].identifier)
+    for request in (known, new):
+        scheduler.update_state_after_alloc(request, 0)
+        scheduler.update_state_after_free(request, 0)
+        assert scheduler.request_finished(request) == (False, None)
+    assert scheduler.build_connector_meta(BUSY) == StepRows()
+    assert scheduler.take_unavailable_requests() == set()
+    assert scheduler.tracker.used_bytes == 0
+
+
 # A rank ---------------------------------------------------------------------------------------------------
+
+
+def test_a_rank_without_metadata_loads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in vLLM's steps for warming up, and after ``clear_connector_metadata``."""
+    monkeypatch.setattr(connector_module, "computes_embeddings", lambda: True)
+    worker = Connector(engine_config(NOWHERE), SimpleNamespace(name="WORKER"))
+    cache = dict[str, Any]()
+    try:
+        worker.bind_connector_metadata(None)
+        worker.start_load_caches(cache)
+    finally:
+        worker.shutdown()
+    assert not cache
 
 
 @pytest.mark.parametrize("is_first", [True, False])

@@ -44,7 +44,11 @@ def without_tower(parent: Any) -> type:
                 return
             # What vLLM does where all limits are 0.
             none = SimpleNamespace(get_limit_per_prompt=lambda _modality: 0)
-            stand_in = SimpleNamespace(model_config=SimpleNamespace(get_multimodal_config=lambda: none))
+            stand_in = SimpleNamespace(
+                model_config=SimpleNamespace(get_multimodal_config=lambda: none),
+                # Where this is on, vLLM 0.33 asks for the stage of the pipeline too.
+                use_v2_model_runner=False,
+            )
             before = set(self._modules)
             with super()._mark_tower_model(stand_in, modalities, **kwargs):
                 yield
