@@ -170,8 +170,10 @@ def _load_qwen(checkpoint: Path, config: dict[str, Any], dtype: torch.dtype) -> 
     model_type = config["model_type"]
     modeling = importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}")
     tower_class = getattr(modeling, QWEN_CLASSES[model_type])
-    vision = dict(config["vision_config"])
-    vision.pop("model_type", None)
+    # A dtype that the config states would round the weights before they are converted to ``dtype``.
+    vision = {
+        key: value for key, value in config["vision_config"].items() if key not in ("model_type", "dtype")
+    }
     model = tower_class._from_config(tower_class.config_class(**vision), attn_implementation="sdpa")
     tensors: dict[str, torch.Tensor] = {}
     for file in sorted(checkpoint.glob("*.safetensors")):

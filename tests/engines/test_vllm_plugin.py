@@ -35,6 +35,7 @@ from lm_adapter.engines.vllm.settings import CONNECTOR, MODULE, Settings, mark
 from lm_adapter.engines.vllm.worker.without_tower import TOWER_PREFIXES
 from lm_adapter.errors import InvalidRequest, ItemFailed
 from tests.engines.near_model import ARCHITECTURE, write_near_checkpoint
+from tests.published import MODELS, PUBLISHED
 from tests.unit.lm_adapter.connector_rig import engine_config
 
 # Importing vLLM warns of what is deprecated in torch.
@@ -89,6 +90,17 @@ def test_classes_have_the_names_that_vllm_looks_for(architecture: str) -> None:
     model = getattr(models, architecture)
     assert model.__name__ == architecture
     assert model.__mro__[1].__module__.startswith("vllm.model_executor.models.")
+    check_model(config(architecture))
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_published_configurations_name_classes_of_the_plugin(model: str) -> None:
+    """By vLLM's reader of config.json and its registry."""
+    from vllm import ModelRegistry
+    from vllm.transformers_utils.config import get_config
+
+    (architecture,) = get_config(str(PUBLISHED / model), trust_remote_code=False).architectures
+    assert ModelRegistry.models[architecture].load_model_cls() is getattr(models, architecture)
     check_model(config(architecture))
 
 

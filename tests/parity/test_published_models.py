@@ -1,122 +1,186 @@
-"""Models whose towers are served under another release's model_type: rows at the published sizes.
+"""Models whose towers are served under another release's model_type: from a file's bytes to rows.
 
-The values are those of each checkpoint's config.json on the hub. Two blocks stand for 27, which are alike.
+``tests/data/published`` has the files of each release; SOURCES.md there says where each is from. Sizes are as
+published, except that two blocks stand for 27, which are alike. Weights are random.
 """
 
 from __future__ import annotations
 
+import io
+import json
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from PIL import Image
 
-from bench.harness.reference import ReferenceTower
+from bench.harness.reference import ReferenceTower, import_reference
+from encoder_service.ingest.decode import DecodeLimits
+from encoder_service.ingest.preprocessor import Preprocessor
+from encoder_service.ingest.registry import load_preprocessor
 from encoder_service.towers import load_tower
-from encoder_service.types import Grid
-from lm_adapter.engines.shared.checkpoint import vision_interface
+from encoder_service.types import EncodedFile, FrameItem, Grid, PreprocessOptions
+from lm_adapter.engines.shared.checkpoint import read_config, vision_interface
 from lm_adapter.items import Modality
 from tests.parity.tower_cases import (
     FLOAT32_RELATIVE,
     assert_close,
     fresh_seed,
-    random_pixels,
     run_tower,
     vision_weights,
     write_published,
 )
+from tests.published import MODELS, PUBLISHED
+from tests.unit.ingest import clip_files, image_files
 
+DEPTH = {"qwen3_5": "depth", "qwen3_5_moe": "depth", "kimi_k25": "vt_num_hidden_layers"}
 NUM_BLOCKS = 2
+SAME_TOWER = {"Kimi-K2.7-Code": "Kimi-K2.6", "Qwen3.8-27B": "Qwen3.6-27B"}
+LIMITS = DecodeLimits(max_encoded_bytes=1 << 28, max_image_pixels=1 << 26)
+PLAIN = PreprocessOptions()
+# (height, width): a strip below Qwen's least area, longer than the learned table's side; above Kimi's limit.
+STRIP, LARGE = (45, 1101), (1501, 2305)
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 
 
-def qwen(model_type: str, architecture: str, width: int) -> dict[str, Any]:
-    return {
-        "architectures": [architecture],
-        "image_token_id": 248056,
-        "model_type": model_type,
-        "text_config": {"hidden_size": width, "model_type": f"{model_type}_text"},
-        "tie_word_embeddings": False,
-        "video_token_id": 248057,
-        "vision_config": {
-            "deepstack_visual_indexes": [],
-            "depth": NUM_BLOCKS,
-            "hidden_act": "gelu_pytorch_tanh",
-            "hidden_size": 1152,
-            "in_channels": 3,
-            "initializer_range": 0.02,
-            "intermediate_size": 4304,
-            "model_type": model_type,
-            "num_heads": 16,
-            "num_position_embeddings": 2304,
-            "out_hidden_size": width,
-            "patch_size": 16,
-            "spatial_merge_size": 2,
-            "temporal_patch_size": 2,
-        },
-        "vision_end_token_id": 248054,
-        "vision_start_token_id": 248053,
+class Pixels(NamedTuple):
+    """values: float32 [P, patch_dim] of all grids."""
+
+    values: torch.Tensor
+    grids: list[Grid]
+
+
+class Processors(NamedTuple):
+    """The reference's."""
+
+    images: Any
+    clips: Any
+
+
+def reference_processors(model: str) -> Processors:
+    """As the published files set them."""
+    transformers = import_reference()
+    transformers.logging.set_verbosity_error()
+    folder = PUBLISHED / model
+    settings = json.loads((folder / "preprocessor_config.json").read_text())
+    if "media_proc_cfg" not in settings:
+        return Processors(
+            transformers.AutoImageProcessor.from_pretrained(folder),
+            transformers.AutoVideoProcessor.from_pretrained(folder),
+        )
+    from transformers.models.kimi_k25.image_processing_kimi_k25 import Kimi_K25ImageProcessor
+    from transformers.models.kimi_k25.video_processing_kimi_k25 import Kimi_K25VideoProcessor
+
+    # The reference has other names for these settings and does not read the published ones.
+    published = settings["media_proc_cfg"]
+    both = {
+        "patch_size": published["patch_size"],
+        "merge_size": published["merge_kernel_size"],
+        "size": dict.fromkeys(("max_height", "max_width"), published["patch_limit_on_one_side"]),
+        "image_mean": published["image_mean"],
+        "image_std": published["image_std"],
     }
+    return Processors(
+        Kimi_K25ImageProcessor(max_patches=published["in_patch_limit"], **both),
+        Kimi_K25VideoProcessor(
+            max_patches=published["in_patch_limit_each_frame"],
+            temporal_patch_size=published["temporal_merge_kernel_size"],
+            fps=published["sample_fps"],
+            **both,
+        ),
+    )
 
 
-KIMI = {
-    "architectures": ["KimiK25ForConditionalGeneration"],
-    "bos_token_id": 163584,
-    "dtype": "bfloat16",
-    "eos_token_id": 163586,
-    "ignore_index": -100,
-    "media_placeholder_token_id": 163605,
-    "model_type": "kimi_k25",
-    "pad_token_id": 163839,
-    "text_config": {"hidden_size": 7168, "model_type": "kimi_k2"},
-    "tie_word_embeddings": False,
-    "use_unified_vision_chunk": True,
-    "video_placeholder": "<|kimi_k25_video_placeholder|>",
-    "vision_config": {
-        "init_pos_emb_height": 64,
-        "init_pos_emb_time": 4,
-        "init_pos_emb_width": 64,
-        "merge_kernel_size": [2, 2],
-        "merge_type": "sd2_tpool",
-        "mm_hidden_size": 1152,
-        "mm_projector_type": "patchmerger",
-        "patch_size": 14,
-        "pos_emb_type": "divided_fixed",
-        "projector_hidden_act": "gelu",
-        "projector_ln_eps": 1e-05,
-        "text_hidden_size": 7168,
-        "video_attn_type": "spatial_temporal",
-        "vt_hidden_size": 1152,
-        "vt_intermediate_size": 4304,
-        "vt_num_attention_heads": 16,
-        "vt_num_hidden_layers": NUM_BLOCKS,
-    },
-}
-
-# Releases whose vision_config is the same stand on one line.
-PUBLISHED = {
-    "Qwen3.6-27B, Qwen3.8-27B": qwen("qwen3_5", "Qwen3_5ForConditionalGeneration", 5120),
-    "Qwen3.6-35B-A3B": qwen("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration", 2048),
-    "Kimi-K2.6, Kimi-K2.7-Code": KIMI,
-}
+@cache
+def photograph(height: int, width: int) -> bytes:
+    return image_files.encode(Image.fromarray(image_files.pixels(height, width)), "JPEG", quality=90)
 
 
-@pytest.mark.parametrize("names", PUBLISHED)
-def test_rows_at_published_sizes_equal_the_reference(
-    names: str, tmp_path: Path, device: torch.device
-) -> None:
-    config = PUBLISHED[names]
-    checkpoint = write_published(tmp_path, config, vision_weights(config, fresh_seed()))
+def image_pixels(preprocessor: Preprocessor, data: bytes) -> Pixels:
+    item, _, _ = preprocessor.open_image(data, PLAIN).load()
+    assert isinstance(item, FrameItem)
+    return Pixels(preprocessor.patchify(item.frames_THWC), [item.grid])
+
+
+def expected_image(processors: Processors, data: bytes) -> Pixels:
+    batch = processors.images(images=[Image.open(io.BytesIO(data))], return_tensors="pt")
+    values = batch["pixel_values"]
+    return Pixels(values.flatten(1), [Grid(*grid) for grid in batch["image_grid_thw"].tolist()])
+
+
+def clip_pixels(preprocessor: Preprocessor, data: bytes) -> Pixels:
+    assert preprocessor.clips is not None
+    pieces = list(preprocessor.clips.open(EncodedFile(data), PLAIN).pieces(max_patches=1 << 20))
+    values = [preprocessor.patchify(piece.frames_THWC) for piece in pieces]
+    return Pixels(torch.cat(values), [piece.grid for piece in pieces])
+
+
+def expected_clip(processors: Processors, path: Path) -> Pixels:
+    from transformers.video_utils import load_video
+
+    sample = partial(processors.clips.sample_frames, fps=processors.clips.fps)
+    frames, metadata = load_video(str(path), backend="pyav", sample_indices_fn=sample)
+    batch = processors.clips(
+        videos=[torch.from_numpy(frames).permute(0, 3, 1, 2)],
+        video_metadata=[metadata],
+        do_sample_frames=False,
+        input_data_format="channels_first",
+        return_tensors="pt",
+    )
+    values = batch["pixel_values_videos"]
+    grids = [Grid(*grid) for grid in batch["video_grid_thw"].tolist()]
+    return Pixels(values.reshape(-1, values.shape[-1] if values.dim() < 4 else values[0].numel()), grids)
+
+
+def opened(model: str) -> tuple[dict[str, Any], Preprocessor]:
+    """(config.json, the service's preprocessor) of the published files."""
+    config = read_config(PUBLISHED / model)
+    return config, load_preprocessor(PUBLISHED / model, vision_interface(config).family, LIMITS)
+
+
+def film(folder: Path) -> Path:
+    path = folder / "clip.mp4"
+    path.write_bytes(clip_files.encode(clip_files.moving(43, 46, 74), fps=15))
+    return path
+
+
+def assert_same(found: Pixels, expected: Pixels) -> None:
+    assert found.grids == expected.grids
+    assert torch.equal(found.values, expected.values)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_pixels_of_files_equal_the_references(model: str, tmp_path: Path) -> None:
+    config, preprocessor = opened(model)
+    processors = reference_processors(model)
+    for size in (STRIP, LARGE):
+        data = photograph(*size)
+        assert_same(image_pixels(preprocessor, data), expected_image(processors, data))
+    clip = film(tmp_path)
+    assert_same(clip_pixels(preprocessor, clip.read_bytes()), expected_clip(processors, clip))
+    # The rows of a release are compared once for all with its tower.
+    assert config["vision_config"] == read_config(PUBLISHED / SAME_TOWER.get(model, model))["vision_config"]
+
+
+@pytest.mark.parametrize("model", [model for model in MODELS if model not in SAME_TOWER])
+def test_rows_of_files_equal_the_references(model: str, tmp_path: Path, device: torch.device) -> None:
+    config, preprocessor = opened(model)
+    config["vision_config"][DEPTH[config["model_type"]]] = NUM_BLOCKS
+    checkpoint = write_published(tmp_path / model, config, vision_weights(config, fresh_seed()))
     tower = load_tower(checkpoint, device=device, dtype=torch.float32).tower
     reference = ReferenceTower(checkpoint, device=device, dtype=torch.float32)
-    # A side longer than the learned table's, a small image, a clip.
-    grids = [Grid(1, 4, 66), Grid(1, 8, 6), Grid(3, 6, 4)]
-    pixels = random_pixels(tower, grids, fresh_seed())
+    image = image_pixels(preprocessor, photograph(*STRIP))
+    clip = clip_pixels(preprocessor, film(tmp_path).read_bytes())
+    pixels, grids = torch.cat([image.values, clip.values]), image.grids + clip.grids
     with torch.inference_mode():
         expected = reference.rows(pixels, grids).cpu()
-    assert_close(names, run_tower(tower, pixels, grids), expected, FLOAT32_RELATIVE)
+    assert_close(model, run_tower(tower, pixels, grids), expected, FLOAT32_RELATIVE)
 
     # The side of the language model takes the file for the same family.
     interface = vision_interface(config)
     assert (interface.family, interface.num_deepstack_levels) == (tower.family, 0)
-    grid = grids[-1]
-    assert interface.prompt_item(grid, Modality.VIDEO).num_rows == tower.num_rows(grid)
+    for grid, modality in ((image.grids[0], Modality.IMAGE), (clip.grids[0], Modality.VIDEO)):
+        assert interface.prompt_item(grid, modality).num_rows == tower.num_rows(grid)

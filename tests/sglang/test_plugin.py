@@ -11,6 +11,8 @@ import io
 import json
 import random
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +30,7 @@ from transformers import AutoConfig, AutoProcessor
 
 import encoder_service
 from bench.harness.engine_checkpoints import TOWER_PREFIXES, write_checkpoint
+from bench.harness.processes import environment
 from bench.harness.sglang import (
     FORKED,
     LANGUAGE_MODEL,
@@ -49,6 +52,7 @@ from lm_adapter.testing import Fault
 from tests.engines.faults import FAULTS, OTHER_MODELS, answer_to, in_place_of, new_picture, script_for
 from tests.engines.pictures import data_url
 from tests.engines.stack import TIMEOUT_S
+from tests.published import MODELS, PUBLISHED
 from tests.sglang.conftest import both_families, running_encoder
 from tests.sglang.leaving import ONE, left_during_encode
 from tests.sglang.reference import IMAGE, Reference, prompt
@@ -253,6 +257,27 @@ def test_kimis_grids_are_the_services() -> None:
         assert (
             rule(ImageFile(b"", width, height)) == service.plan_image(height, width, PreprocessOptions()).grid
         )
+
+
+RESOLVE = """
+import json, sys
+from sglang.srt.models.registry import ModelRegistry
+for names in json.loads(sys.argv[1]):
+    model, name = ModelRegistry.resolve_model_cls(names)
+    print("served", name, model.__module__)
+"""
+
+
+def test_published_configurations_name_classes_of_the_plugin() -> None:
+    """By SGLang's registry, in a process of its own, with the documented variables."""
+    names = [read_config(PUBLISHED / model)["architectures"] for model in MODELS]
+    ended = subprocess.run(
+        [sys.executable, "-c", RESOLVE, json.dumps(names)],
+        env=environment(**plugin_variables("127.0.0.1:1")),
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    served = [line for line in ended.stdout.splitlines() if line.startswith("served ")]
+    assert served == [f"served {name} lm_adapter.engines.sglang.models" for (name,) in names], ended.stderr
 
 
 def test_what_is_an_image(images: list[bytes]) -> None:

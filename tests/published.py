@@ -1,0 +1,8 @@
+"""The configuration and processor files of releases, as published (``tests/data/published``)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+PUBLISHED = Path(__file__).parent / "data" / "published"
+MODELS = sorted(folder.name for folder in PUBLISHED.iterdir() if folder.is_dir())
