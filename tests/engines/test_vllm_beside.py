@@ -368,7 +368,7 @@ async def ask_and_leave(beside: Stack, images: Sequence[bytes], fake: FakeEncode
 
 
 # Roles and parts. Templates decide which roles may have images: the checkpoint's lets all.
-CONVERSATIONS = {
+CONVERSATIONS: dict[str, list[tuple[str, tuple[str | int, ...]]]] = {
     "the system prompt": [
         ("system", ("This is our mascot:", 0, "Mention it.")),
         ("user", ("What is in the picture?", 1)),
