@@ -17,6 +17,7 @@ import httpx
 
 from bench.harness.processes import ROOT, environment
 from bench.harness.vllm import ALONE, VLLM_ENVIRONMENT, Command, Encoder, VllmServer
+from bench.harness.waiting import PATIENCE_S
 from tests.engines.agreement import of_response
 from tests.engines.pictures import TEXT
 
@@ -102,6 +103,12 @@ def run_offline(settings: dict[str, Any]) -> dict[str, Any]:
     assert completed.returncode == 0, completed.stderr[-6000:]
     answers: dict[str, Any] = json.loads(completed.stdout.strip().splitlines()[-1])
     return answers
+
+
+def metric(stack: Stack, name: str) -> int:
+    """Of vLLM: the sum of its series."""
+    text = httpx.get(f"{stack.vllm.url}/metrics", timeout=PATIENCE_S).text
+    return sum(int(float(value)) for value in re.findall(rf"^vllm:{name}{{.*}} (.*)$", text, re.MULTILINE))
 
 
 PREFIX = "vllm:vision_encoder_"

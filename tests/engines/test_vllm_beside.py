@@ -1,5 +1,5 @@
 """What users of vLLM run beside the plugin, all on one server: several API servers, n-gram speculation, an
-adapter, priorities, resets of caches, sleep, clients that leave, another API, vLLM's own limits.
+adapter, priorities, resets of caches, sleep, clients that leave, other requests and APIs, vLLM's own limits.
 
 Tokens are those of the full model in transformers."""
 
@@ -27,7 +27,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from bench.harness.processes import START_S
+from bench.harness.processes import START_S, data_url
 from bench.harness.reference import import_reference
 from bench.harness.vllm import Encoder
 from bench.harness.waiting import PATIENCE_S, wait_until
@@ -35,7 +35,7 @@ from lm_adapter.testing import FakeEncoder, Fault
 from tests.engines.agreement import NEAR, of_response
 from tests.engines.faults import GRID, in_place_of, new_picture, script_for
 from tests.engines.pictures import TEXT, Case, with_pixels
-from tests.engines.stack import Stack, chat_body
+from tests.engines.stack import Stack, chat_body, metric
 from tests.parity.full_model import FullModel
 
 FAMILY = "qwen3_vl"
@@ -82,17 +82,17 @@ class Reference:
             for name, (lora_a, lora_b) in adapter_weights(adapter).items():
                 weights[f"{name}.weight"].data += lora_b @ lora_a
 
-    @torch.no_grad()
     def check(self, case: Case, images: Sequence[bytes], found: dict[str, Any], num_tokens: int) -> None:
         """Raises AssertionError unless each token of the answer is the likeliest after those before it."""
-        content = [
-            {"type": "text", "text": part}
-            if isinstance(part, str)
-            else {"type": "image", "image": Image.open(io.BytesIO(images[part]))}  # type: ignore[index]
-            for part in case.parts
-        ]
+        self.check_messages(with_pixels(case, images), found, num_tokens)
+
+    @torch.no_grad()
+    def check_messages(
+        self, messages: Sequence[dict[str, Any]], found: dict[str, Any], num_tokens: int
+    ) -> None:
+        """As ``check``, of a request's messages."""
         inputs = self._processor.apply_chat_template(
-            [{"role": "user", "content": content}],
+            [{**message, "content": [decoded(part) for part in message["content"]]} for message in messages],
             add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt",
         )  # fmt: skip
         num_prompt = inputs["input_ids"].shape[1]
@@ -103,7 +103,15 @@ class Reference:
         self._model.model.rope_deltas = None
         logits = self._model(**{**inputs, **whole}).logits[0, num_prompt - 1 : -1]
         behind = logits.max(-1).values - logits.gather(1, tokens.T)[:, 0]
-        assert behind.max() < NEAR["float32"], (case.name, found["tokens"], logits.argmax(-1).tolist())
+        assert behind.max() < NEAR["float32"], (found["tokens"], logits.argmax(-1).tolist())
+
+
+def decoded(part: dict[str, Any]) -> dict[str, Any]:
+    """A part of a message as transformers takes it."""
+    if part["type"] == "text":
+        return part
+    file = base64.b64decode(part["image_url"]["url"].partition(",")[2])
+    return {"type": "image", "image": Image.open(io.BytesIO(file))}
 
 
 def write_adapter(folder: Path, checkpoint: Path) -> Path:
@@ -162,12 +170,6 @@ def beside(
     )  # fmt: skip
     with server as running:
         yield running
-
-
-def metric(beside: Stack, name: str) -> int:
-    """The sum of its series."""
-    text = httpx.get(f"{beside.vllm.url}/metrics", timeout=PATIENCE_S).text
-    return sum(int(float(value)) for value in re.findall(rf"^vllm:{name}{{.*}} (.*)$", text, re.MULTILINE))
 
 
 def post(beside: Stack, path: str) -> httpx.Response:
@@ -365,6 +367,32 @@ async def ask_and_leave(beside: Stack, images: Sequence[bytes], fake: FakeEncode
             task.cancel()
 
 
+# Roles and parts. Templates decide which roles may have images: the checkpoint's lets all.
+CONVERSATIONS: dict[str, list[tuple[str, tuple[str | int, ...]]]] = {
+    "the system prompt": [
+        ("system", ("This is our mascot:", 0, "Mention it.")),
+        ("user", ("What is in the picture?", 1)),
+    ],
+    "earlier turns": [
+        ("assistant", ("I have drawn this:", 0)),
+        ("user", (1, "Was it this one?")),
+        ("assistant", ("It was.",)),
+        ("system", ("Now it is evening.", 2)),
+        ("user", ("Compare all of them.",)),
+    ],
+}
+
+
+@pytest.mark.parametrize("place", CONVERSATIONS)
+def test_messages_of_any_role_may_have_images(place: str, beside: Stack, reference: Reference) -> None:
+    images = new_pictures(3)
+    messages = [
+        {"role": role, "content": with_pixels(Case(role, parts), images)[0]["content"]}
+        for role, parts in CONVERSATIONS[place]
+    ]
+    reference.check_messages(messages, beside.answer(messages, max_tokens=MAX_TOKENS), MAX_TOKENS)
+
+
 def messages_body(image: bytes, **fields: Any) -> dict[str, Any]:
     """Of ``/v1/messages``, as ``ONE``."""
     source = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(image).decode()}
@@ -384,6 +412,40 @@ def test_the_messages_api_takes_images(beside: Stack) -> None:
     assert message["content"][0]["text"] == chat["choices"][0]["message"]["content"]
     assert message["usage"]["input_tokens"] == chat["usage"]["prompt_tokens"]
     refused = httpx.post(url, json=messages_body(image[:-200]), timeout=PATIENCE_S)
+    assert refused.status_code == 400, refused.text
+    assert "damaged" in refused.json()["error"]["message"]
+
+
+def test_the_responses_api_takes_images(beside: Stack) -> None:
+    """Whole and streamed."""
+    url = f"{beside.vllm.url}/v1/responses"
+
+    def responses_body(image: bytes, **fields: Any) -> dict[str, Any]:
+        parts = [
+            {"type": "input_image", "image_url": data_url(image)},
+            {"type": "input_text", "text": ONE.parts[1]},
+        ]
+        messages = [{"role": "user", "content": parts}]
+        limit = {"model": "model", "max_output_tokens": MAX_TOKENS, "temperature": 0}
+        return {**limit, "input": messages, **fields}
+
+    image = new_picture()[0]
+    chat = beside.chat(with_pixels(ONE, [image]), max_tokens=MAX_TOKENS, ignore_eos=False).json()
+    expected = chat["choices"][0]["message"]["content"]
+    assert len(expected) > 0
+    response = httpx.post(url, json=responses_body(image), timeout=PATIENCE_S)
+    assert response.status_code == 200, response.text
+    (message,) = response.json()["output"]
+    assert [part["text"] for part in message["content"]] == [expected]
+    assert response.json()["usage"]["input_tokens"] == chat["usage"]["prompt_tokens"]
+    streamed = httpx.post(url, json=responses_body(image, stream=True), timeout=PATIENCE_S).text
+    events = [
+        json.loads(line.removeprefix("data: "))
+        for line in streamed.splitlines()
+        if line.startswith("data: {")
+    ]
+    assert "".join(event["delta"] for event in events if "delta" in event) == expected
+    refused = httpx.post(url, json=responses_body(image[:-200]), timeout=PATIENCE_S)
     assert refused.status_code == 400, refused.text
     assert "damaged" in refused.json()["error"]["message"]
 

@@ -14,10 +14,12 @@ import torch
 from safetensors.torch import load_file
 
 from bench.harness.engine_checkpoints import MIXTURES, TOWER_PREFIXES
-from tests.engines.agreement import agree, compared
+from bench.harness.vllm import Encoder
+from bench.harness.waiting import wait_until
+from tests.engines.agreement import agree, compared, of_response
 from tests.engines.conftest import CALL, DTYPES, FAMILIES, OPTIONS, SAMPLING, TOOLS
-from tests.engines.pictures import CASES, CLIP_CASES, with_pixels
-from tests.engines.stack import Stack, chat_body
+from tests.engines.pictures import CASES, CLIP_CASES, picture, with_pixels
+from tests.engines.stack import Stack, chat_body, figures_of, metric
 
 pytestmark = pytest.mark.timeout(600)
 with_clips = pytest.mark.parametrize(
@@ -161,6 +163,28 @@ def streamed(stack: Stack, messages: list[dict[str, Any]], **fields: Any) -> lis
     assert response.status_code == 200
     assert lines[-1] == "[DONE]"
     return [choice for line in lines[:-1] for choice in json.loads(line)["choices"]]
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl"], indirect=True, scope="session")
+def test_all_samples_of_a_request_use_the_same_rows(family: str, encoder: Encoder, stack: Stack) -> None:
+    """vLLM schedules each sample as a request of its own, and all of them wait for the rows."""
+    images, num_samples = [picture(random.getrandbits(32)) for _ in range(2)], 2
+    messages = with_pixels(CASES[2], images)
+    num_encoded, before = encoder.num_encoded(), figures_of(stack)
+    # vLLM refuses several samples of temperature 0.
+    fields = {"n": num_samples, "temperature": 1, "top_k": 1}
+    with ThreadPoolExecutor(1) as pool:
+        with encoder.paused():
+            asked = pool.submit(stack.chat, messages, **fields)
+            wait_until(lambda: metric(stack, "num_requests_waiting") == num_samples, "samples that wait")
+        response = asked.result()
+    assert response.status_code == 200, response.text
+    assert (figures_of(stack) - before)["cache_queries_total"] == num_samples * len(images)
+    body = response.json()
+    samples = [of_response({**body, "choices": [choice]}) for choice in body["choices"]]
+    plain = stack.answer(messages)
+    agree([plain] * num_samples, samples, DTYPES[family])
+    assert encoder.num_encoded() - num_encoded == len(images)
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl"], indirect=True, scope="session")
