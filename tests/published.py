@@ -1,4 +1,4 @@
-"""The configuration and processor files of releases, as published (``tests/data/published``)."""
+"""The configuration and processor files of releases (``tests/data/published``; sources are in SOURCES.md)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Models whose towers are served under another release's model_type: from a file's bytes to rows.
 
-``tests/data/published`` has the files of each release; SOURCES.md there says where each is from. Sizes are as
-published, except that two blocks stand for 27, which are alike. Weights are random.
+``tests/data/published`` has the files of each release; SOURCES.md there says where each is from and what is a
+predecessor's. Two blocks stand for 27, which are alike. Weights are random.
 """
 
 from __future__ import annotations
