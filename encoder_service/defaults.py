@@ -22,7 +22,6 @@ import structlog
 from encoder_service.config import AUTO, Settings, check_address
 from encoder_service.errors import ConfigurationError
 from encoder_service.ops.addresses import remove_dead_socket
-from encoder_service.ops.traces import check_tracing
 
 log = structlog.get_logger(__name__)
 
@@ -92,6 +91,17 @@ def check_installed(settings: Settings) -> None:
             "--serve-tokenspeed needs Mooncake, which is not installed: pip install '.[serve,tokenspeed]' in "
             "a checkout, and the system's libibverbs1"
         )
+
+
+def check_tracing() -> None:
+    """Raises ConfigurationError where OpenTelemetry is not installed."""
+    try:
+        import opentelemetry.exporter.otlp.proto.grpc.trace_exporter
+        import opentelemetry.sdk.trace.export  # noqa: F401
+    except ImportError as error:
+        raise ConfigurationError(
+            f"traces need the extra otel (pip install '.[serve,otel]' in a checkout): {error}"
+        ) from None
 
 
 def check_plain_attention(settings: Settings, device: str) -> None:

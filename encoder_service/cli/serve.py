@@ -79,6 +79,7 @@ def serve(**options: Any) -> None:
     from encoder_service.config import parse_settings
     from encoder_service.defaults import check_installed
     from encoder_service.errors import StartupError, missing_module
+    from encoder_service.ingest.allowed_urls import AllowList
     from encoder_service.ops.logs import configure_logs, never_wait, silence_grpc
 
     try:
@@ -89,6 +90,7 @@ def serve(**options: Any) -> None:
         check_model(settings.model)
         check_files(settings)
         check_installed(settings)
+        AllowList(settings.url_allow)
         check_addresses(settings)
         # Imports torch, for seconds, which an answer to a wrong setting does not wait for.
         log.info("starting", version=__version__, model=str(settings.model), step="importing torch")

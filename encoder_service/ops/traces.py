@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-from encoder_service.errors import ConfigurationError
 from encoder_service.types import StageTimings
 
 if TYPE_CHECKING:
@@ -45,19 +44,7 @@ def _stop(provider: TracerProvider) -> None:
     provider.shutdown()
 
 
-def check_tracing() -> None:
-    """Raises ConfigurationError where OpenTelemetry is not installed."""
-    try:
-        import opentelemetry.exporter.otlp.proto.grpc.trace_exporter
-        import opentelemetry.sdk.trace.export  # noqa: F401
-    except ImportError as error:
-        raise ConfigurationError(
-            f"traces need the extra otel (pip install '.[serve,otel]' in a checkout): {error}"
-        ) from None
-
-
 def _otlp_provider(version: str) -> TracerProvider:
-    check_tracing()
     from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
     from opentelemetry.sdk.resources import SERVICE_NAME, SERVICE_VERSION, Resource
     from opentelemetry.sdk.trace import TracerProvider

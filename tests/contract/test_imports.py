@@ -52,6 +52,12 @@ def import_without(refused: list[str], wanted: list[str]) -> None:
     output_of(f"refused, wanted = {refused}, {wanted}\n{IMPORT_WITHOUT}")
 
 
+def test_settings_are_checked_without_torch() -> None:
+    """All that ``serve`` imports before it says that it does."""
+    names = ("cli.serve", "config", "defaults", "checkpoints.hub_id", "ingest.allowed_urls", "ops.addresses")
+    import_without(["torch", "transformers"], [f"encoder_service.{name}" for name in names])
+
+
 def test_the_adapter_imports_on_its_own_dependencies() -> None:
     """Every module of it, with the service's and the models' packages out of reach, torch included."""
     wanted = [module_name(path) for path in MODULES if path.is_relative_to(ROOT / "lm_adapter")]

@@ -37,7 +37,8 @@ from encoder_service.errors import (
     VisionEncoderError,
 )
 from encoder_service.ingest import urls
-from encoder_service.ingest.urls import AllowList, CheckedBackend, UrlFetcher, check_address
+from encoder_service.ingest.allowed_urls import AllowList
+from encoder_service.ingest.urls import CheckedBackend, UrlFetcher, check_address
 from encoder_service.scheduler.admission import Admission
 from encoder_service.types import Modality
 from tests.certificates import Authority
@@ -94,7 +95,7 @@ def test_urls_that_no_entry_allows(url: str) -> None:
     "entry", ["", "*", "*.com", "a.test/below", "a.test?q=1", "ftp://a.test", "u@a.test", "https://", "a b"]
 )
 def test_entries_without_a_meaning(entry: str) -> None:
-    with pytest.raises(ConfigurationError, match="url_allow"):
+    with pytest.raises(ConfigurationError, match="--url-allow"):
         AllowList([entry])
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +11,6 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from encoder_service.errors import ConfigurationError
 from encoder_service.ops import traces
 from encoder_service.types import StageTimings
 
@@ -37,12 +35,6 @@ def test_off_nothing_happens() -> None:
     assert traces.open_call("Encode", [("traceparent", "x")], "id") is None
     assert traces.open_item(0) is None
     traces.add_stages(TIMINGS, 0.0, 0.1, 0.2)
-
-
-def test_without_the_packages_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.grpc.trace_exporter", None)
-    with pytest.raises(ConfigurationError, match=r"serve,otel\]"):
-        traces.start_traces("0")
 
 
 def test_stages_are_children_in_the_order_and_time_that_they_went(exporter: InMemorySpanExporter) -> None:

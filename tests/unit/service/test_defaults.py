@@ -167,7 +167,7 @@ def test_a_gpus_attention_is_refused_on_the_cpu(tmp_path: Path) -> None:
         ({"serve_tokenspeed": "127.0.0.1:0"}, "--serve-tokenspeed needs Mooncake"),
     ],
 )
-def test_what_is_not_there_is_refused_before_the_model_loads(
+def test_what_is_not_there_is_refused_before_torch_is_imported(
     setting: dict[str, str], text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("mooncake", "opentelemetry.sdk.trace.export"):
