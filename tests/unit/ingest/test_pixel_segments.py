@@ -34,7 +34,7 @@ def segments(tmp_path: Path) -> Iterator[PixelSegments]:
     yield found
     found.close()
     found.close()
-    assert num_descriptors() == before
+    assert num_descriptors() <= before, "what former tests left may go meanwhile"
 
 
 def wanted(name: str = NAME, **changes: object) -> SegmentTensor:
