@@ -197,7 +197,7 @@ def check_items(items: Iterable[Item]) -> list[Item]:
     """The items as a list. Raises InvalidRequest for anything else."""
     if isinstance(items, Item | bytes | str) or not isinstance(items, Iterable):
         raise InvalidRequest(
-            f"items has the type {type(items).__name__}, needs items such as ImageItem.from_path(path)"
+            f"items is a {type(items).__name__}, needs items such as ImageItem.from_path(path)"
         )
     for index, item in enumerate(items := list(items)):
         if not isinstance(item, Item):

@@ -89,9 +89,9 @@ def serve(**options: Any) -> None:
         silence_grpc()
         check_model(settings.model)
         check_files(settings)
+        check_addresses(settings)
         check_installed(settings)
         AllowList(settings.url_allow)
-        check_addresses(settings)
         # Imports torch, for seconds, which an answer to a wrong setting does not wait for.
         log.info("starting", version=__version__, model=str(settings.model), step="importing torch")
         from encoder_service.rpc.event_loop import ServiceLoop

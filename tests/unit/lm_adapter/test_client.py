@@ -164,7 +164,7 @@ def test_what_is_no_item_is_named(open_client: Open, method: str) -> None:
     client = open_client()
     with pytest.raises(InvalidRequest, match=r"items\[1\] is a bytes, needs an ImageItem"):
         getattr(client, method)([image(0), b"jpeg"])
-    with pytest.raises(InvalidRequest, match="items is a str, needs a sequence"):
+    with pytest.raises(InvalidRequest, match="items is a str, needs items such as ImageItem"):
         getattr(client, method)("photo.jpg")
 
 
