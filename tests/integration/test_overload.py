@@ -21,7 +21,7 @@ def images(first: int) -> list[ImageItem]:
     return [ImageItem.from_array(array) for array in pixels]
 
 
-@pytest.mark.parametrize("fleet", [False, True])
+@pytest.mark.parametrize("fleet", [False, pytest.param(True, marks=pytest.mark.extended)])
 def test_an_unbounded_gather_over_a_small_service_gets_all_rows(serve: Serve, fleet: bool) -> None:
     limits = dict.fromkeys(("max_patches_per_item", "max_clip_patches"), ITEM_PATCHES)
     limits["max_queued_patches"] = 8 * ITEM_PATCHES
