@@ -95,6 +95,8 @@ def encode(
             options = dict(options)
             if key_every is not None:
                 options |= {"g": str(key_every)}
+                if codec == "libx264":  # adds key frames where it sees a cut
+                    options |= {"sc_threshold": "0"}
             if b_frames is not None:
                 options |= {"bf": str(b_frames)}
             stream = out.add_stream(codec, rate=fps, options=options)
