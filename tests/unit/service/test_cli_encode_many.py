@@ -483,11 +483,8 @@ def test_a_new_run_keeps_the_rows_of_an_interrupted_one(
     assert paths_of(finished) == [*map(str, paths)]
 
 
-def test_a_file_that_was_renamed_before_its_lock_is_opened_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    partial, out = tmp_path / "rows.partial", tmp_path / "rows"
-    append(partial, ["0"], 0, resumes=False)
+def ends_before_the_lock(monkeypatch: pytest.MonkeyPatch, partial: Path, out: Path) -> None:
+    """Another run ends, and gives its file the final name, just before this one takes the lock."""
     flock = fcntl.flock
 
     def finish_first(fd: int, operation: int) -> None:
@@ -496,6 +493,14 @@ def test_a_file_that_was_renamed_before_its_lock_is_opened_again(
         flock(fd, operation)
 
     monkeypatch.setattr(fcntl, "flock", finish_first)
+
+
+def test_a_file_that_was_renamed_before_its_lock_is_opened_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    partial, out = tmp_path / "rows.partial", tmp_path / "rows"
+    append(partial, ["0"], 0, resumes=False)
+    ends_before_the_lock(monkeypatch, partial, out)
     append(partial, ["1"], 1, resumes=False)
     assert (paths_of(out), paths_of(partial)) == (["0"], ["1"])
 
@@ -611,14 +616,7 @@ def test_a_run_that_ended_while_another_resumes_keeps_its_rows(
 ) -> None:
     paths, out, partial = written(tmp_path, "a.png", "b.png"), tmp_path / "rows", tmp_path / "rows.partial"
     encode(fake, paths[0], "--out", partial)
-    flock = fcntl.flock
-
-    def finish_first(fd: int, operation: int) -> None:
-        if not out.exists():
-            partial.rename(out)
-        flock(fd, operation)
-
-    monkeypatch.setattr(fcntl, "flock", finish_first)
+    ends_before_the_lock(monkeypatch, partial, out)
     done = encode(fake, *paths, "--out", out, "--resume")
     assert (done.exit_code, f"another run wrote {partial} just now" in done.stderr) == (1, True), done.stderr
     assert paths_of(out) == [str(paths[0])]
