@@ -115,9 +115,11 @@ def check_files(settings: Settings) -> None:
 
     for name in ("tls_cert", "tls_key", "tls_client_ca", "tokens_file"):
         file = getattr(settings, name)
-        if file is not None and not (os.path.isfile(file) and os.access(file, os.R_OK)):
-            reason = "no permission" if os.path.isfile(file) else "no such file"
-            raise ConfigurationError(f"{option_of(name)}: cannot read {file}: {reason}")
+        if file is None or (os.access(file, os.R_OK) and not os.path.isdir(file)):
+            continue
+        reason = "no permission" if os.path.exists(file) else "no such file"
+        reason = "it is a folder" if os.path.isdir(file) else reason
+        raise ConfigurationError(f"{option_of(name)}: cannot read {file}: {reason}")
 
 
 def check_addresses(settings: Settings) -> None:

@@ -147,8 +147,7 @@ async def rows_answer(call: AnsweredCall, accept: str) -> Answer:
 
 def preference(accept: str, media_type: str) -> tuple[float, int]:
     """How much an Accept header wants a type: the quality of the most specific range that has it (RFC 9110,
-    12.5.1), then how specific that is. (0, 0) if
-    it is not wanted."""
+    12.5.1), then how specific that is. (0, 0) if it is not wanted."""
     ranges = (media_type, media_type.partition("/")[0] + "/*", "*/*")
     found: dict[str, float] = {}
     for part in accept.split(","):
