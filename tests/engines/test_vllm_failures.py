@@ -9,7 +9,7 @@ import asyncio
 import json
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from fractions import Fraction
 from functools import partial
@@ -69,6 +69,14 @@ def refused(response: httpx.Response, status: int, *words: str) -> None:
 def fake(encoder: Encoder) -> Iterator[FakeEncoder]:
     with in_place_of(encoder, script_for(b"")) as running:
         yield running
+
+
+def clip_is_refused(stack: Stack, words: Sequence[str]) -> bool:
+    """For the first second the API server has the description of the encoder that was there before, and the
+    answer of the new one does not fit it."""
+    response = ask_clip(stack, clip(random.getrandbits(32)))
+    assert response.status_code == 502, response.text
+    return all(word in response.json()["error"]["message"] for word in words)
 
 
 def num_errors(stack: Stack, words: str) -> int:
@@ -148,7 +156,7 @@ class TestFaults:
             refused(ask(stack, image), 502, *words)
             if words[0] == "MODEL_MISMATCH":
                 refused(ask(stack, image), 502, *words)
-                refused(ask_clip(stack, clip(random.getrandbits(32))), 502, *words)
+                wait_until(partial(clip_is_refused, stack, words), "the same reason for clips")
                 wait_until(lambda: num_errors(stack, words[1]), "the line of the log")  # noqa: B023
                 assert num_errors(stack, words[1]) == 1
 
@@ -271,6 +279,7 @@ def test_metrics_of_vllm_say_what_happened_to_images(stack: Stack, encoder: Enco
     """Two new ones, of which vLLM's cache has one for another text; a damaged image, and a damaged clip,
     which no scheduler gets. vLLM's log has a line of its own for them."""
     wait_for_transport(stack, "host")
+    wait_until(lambda: figures_of(stack)["reachable"], "the metric of an encoder that is back")
     before, first = figures_of(stack), new_picture()[0]
     for image in first, new_picture()[0]:
         assert ask(stack, image).status_code == 200
