@@ -159,7 +159,8 @@ class FakeEncoder:
     """An in-process gRPC server. A context manager; ``script`` may be changed while it runs.
 
     target: the address, with the real port. num_calls: calls received, by method name. num_cancelled: Encode
-    and Fetch calls that ended before their stream did. num_hanging: streams that stopped with Fault.HANG.
+    and Fetch calls that ended before their stream did. num_hanging: streams that stopped with Fault.HANG, of
+    which ``num_hanging_now`` have not ended.
     ``restart`` resets these counters.
     """
 
@@ -218,11 +219,16 @@ class FakeEncoder:
         """The latest calls, oldest first."""
         return list(self._calls)
 
+    @property
+    def num_hanging_now(self) -> int:
+        return len(self._hanging)
+
     def _begin_run(self) -> None:
         self.instance_id = secrets.token_hex(8)
         self.num_calls: Counter[str] = Counter()
         self.num_cancelled: Counter[str] = Counter()
         self.num_hanging = 0
+        self._hanging: set[Context] = set()
         self._calls: deque[CallRecord] = deque(maxlen=MAX_CALL_RECORDS)
         self._held: dict[bytes, _Held] = {}
         self._stopping = threading.Event()
@@ -445,8 +451,11 @@ class FakeEncoder:
         if fault is Fault.HANG:
             with self._lock:
                 self.num_hanging += 1
+                hanging = self._hanging
+                hanging.add(context)
             while context.is_active() and not self._stopping.is_set() and not self._resumed.wait(0.01):
                 pass
+            hanging.discard(context)
 
     def _begin(self, method: str, request: Any, context: Context, num_items: int) -> threading.Event:
         """Records a call, and aborts it if the script says so. The caller must set the returned event when
