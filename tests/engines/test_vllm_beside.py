@@ -253,28 +253,32 @@ def test_an_adapter_of_the_language_model_uses_the_same_rows(
     assert plain["tokens"] != adapted["tokens"]
 
 
-def test_requests_of_a_low_priority_are_preempted_and_go_on(beside: Stack, reference: Reference) -> None:
-    """There are fewer blocks of KV than four answers of this length take. The urgent one comes last."""
-    images, num_tokens = new_pictures(5), 100
+def test_requests_of_a_low_priority_are_preempted_and_go_on(
+    beside: Stack, encoder: Encoder, reference: Reference
+) -> None:
+    """There are blocks of KV for one and a half of the long answers, which begin together. The urgent request
+    comes last."""
+    images, num_tokens = new_pictures(5), [400, 400, 400, 400, 50]
     *low, urgent = range(5)
     done: list[int] = []
 
     def answer(number: int) -> dict[str, Any]:
-        fields = {"priority": 0 if number == urgent else 9, "max_tokens": num_tokens}
+        fields = {"priority": 0 if number == urgent else 9, "max_tokens": num_tokens[number]}
         found = ask(beside, ONE, [images[number]], **fields)
         done.append(number)
         return found
 
     before = metric(beside, "num_preemptions_total")
     with ThreadPoolExecutor(5) as pool:
-        asked = [pool.submit(answer, number) for number in low]
-        wait_until(lambda: metric(beside, "num_requests_running") >= 3, "requests that run")
+        with encoder.paused():
+            asked = [pool.submit(answer, number) for number in low]
+            wait_until_waiting(beside, len(low))
         asked.append(pool.submit(answer, urgent))
         found = [future.result() for future in asked]
-    assert metric(beside, "num_preemptions_total") > before
-    assert done[-1] != urgent
-    for image, one in zip(images, found, strict=True):
-        reference.check(ONE, [image], one, num_tokens)
+    wait_until(lambda: metric(beside, "num_preemptions_total") > before, "the metric of preemptions")
+    assert done.index(urgent) < 3  # two of those that came before it end later
+    for image, one, number in zip(images, found, num_tokens, strict=True):
+        reference.check(ONE, [image], one, number)
 
 
 def reset_all(beside: Stack) -> None:
