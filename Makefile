@@ -67,8 +67,10 @@ $(ENGINES_NEXT_STAMP): pyproject.toml deploy/install_engines.py deploy/install.p
 	$(ENGINES_NEXT_VENV)/bin/python deploy/install_engines.py $(VLLM_NEXT)
 	@touch $@
 
+# Two engines on two cores keep each other waiting: what came too late is tried once more, what came wrong is not.
+LATE := --reruns 1 --only-rerun 'Timeout|did not come within'
 # Each worker has servers of its own. A start takes one core for a minute, and two gigabytes.
-ENGINES_PYTEST := -m pytest -n 2 --dist loadfile --durations=5
+ENGINES_PYTEST := -m pytest -n 2 --dist loadfile --durations=5 $(LATE)
 
 test-engines: $(ENGINES_STAMP) ## Run vLLM on the CPU with image rows of Qwen3-VL from the service (eight minutes)
 	OMP_NUM_THREADS=1 $(ENGINES_VENV)/bin/python $(ENGINES_PYTEST) -m "not extended" tests/engines
@@ -88,7 +90,7 @@ $(SGLANG_STAMP): pyproject.toml deploy/install_sglang.py deploy/install_engines.
 	@touch $@
 
 # An SGLang server of each worker: a start takes one core and two gigabytes.
-SGLANG_PYTEST := OMP_NUM_THREADS=1 $(SGLANG_VENV)/bin/python -m pytest -n 2 --dist loadfile --durations=5
+SGLANG_PYTEST := OMP_NUM_THREADS=1 $(SGLANG_VENV)/bin/python -m pytest -n 2 --dist loadfile --durations=5 $(LATE)
 
 test-sglang: $(SGLANG_STAMP) ## Run SGLang on the CPU with image rows from the service (four minutes)
 	$(SGLANG_PYTEST) -m "not extended" tests/sglang
@@ -102,7 +104,7 @@ $(TOKENSPEED_STAMP): pyproject.toml deploy/install_tokenspeed.py deploy/install_
 	@touch $@
 
 test-tokenspeed: $(TOKENSPEED_STAMP) ## Run SMG's gateway and TokenSpeed's receiver on the CPU with rows from the service
-	OMP_NUM_THREADS=1 $(TOKENSPEED_VENV)/bin/python -m pytest --durations=5 tests/tokenspeed
+	OMP_NUM_THREADS=1 $(TOKENSPEED_VENV)/bin/python -m pytest --durations=5 $(LATE) tests/tokenspeed
 
 setup-engines: $(ENGINES_STAMP) $(ENGINES_NEXT_STAMP) $(SGLANG_STAMP) $(TOKENSPEED_STAMP) ## Create the environments of the engines' tests
 

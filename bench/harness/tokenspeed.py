@@ -143,7 +143,7 @@ class Encoder:
         return self._process.is_running
 
     def metric(self, line: str) -> float:
-        text = httpx.get(f"{self.admin}/metrics").text
+        text = httpx.get(f"{self.admin}/metrics", timeout=PATIENCE_S).text
         return sum(float(found.rpartition(" ")[2]) for found in text.splitlines() if found.startswith(line))
 
     def kill(self) -> None:
@@ -280,7 +280,7 @@ class Gateway:
         self._process.wait_for(lambda: answers(f"{self.url}/readiness") and self._has_workers(), "SMG")
 
     def _has_workers(self) -> bool:
-        workers = httpx.get(f"{self.url}/workers", timeout=5).json()
+        workers = httpx.get(f"{self.url}/workers", timeout=PATIENCE_S).json()
         return len(workers["workers"]) == len(self.encoders) + 2
 
     def kill(self) -> None:

@@ -15,6 +15,7 @@ import httpx
 
 from bench.harness.ports import free_port
 from bench.harness.processes import ROOT, Process, Restartable, answers, documented_in
+from bench.harness.waiting import PATIENCE_S
 from lm_adapter import DeadlineExceeded, VisionEncoderClient
 
 DOCUMENT = ROOT / "docs" / "vllm.md"
@@ -111,7 +112,7 @@ class Encoder(Restartable):
         return self._total(r"item_failures_total{.*}") + self._total(r"call_failures_total{.*}")
 
     def _total(self, pattern: str) -> int:
-        text = httpx.get(f"http://{self._admin}/metrics", timeout=10).text
+        text = httpx.get(f"http://{self._admin}/metrics", timeout=PATIENCE_S).text
         values = re.findall(rf"^ve_{pattern} (.*)$", text, re.MULTILINE)
         return sum(int(float(value)) for value in values)
 

@@ -117,7 +117,7 @@ PREFIX = "vllm:vision_encoder_"
 def figures_of(stack: Stack) -> Counter[str]:
     """The plugin's metrics of vLLM: sums of its engines, by the name behind PREFIX and the label that is not
     vLLM's own."""
-    text = httpx.get(f"{stack.vllm.url}/metrics", timeout=10).text
+    text = httpx.get(f"{stack.vllm.url}/metrics", timeout=PATIENCE_S).text
     found = Counter[str]()
     for name, labels, value in re.findall(rf"^{PREFIX}(\w+){{(.*)}} (.*)$", text, re.MULTILINE):
         if name.endswith(("_bucket", "_created", "_sum")):

@@ -20,6 +20,7 @@ import pytest
 
 from bench.harness.engine_checkpoints import write_checkpoint
 from bench.harness.vllm import DECODE, DOCUMENT, PREFILL, Command, Encoder, VllmServer
+from bench.harness.waiting import PATIENCE_S
 from tests.engines.agreement import agree, of_response
 from tests.engines.conftest import DTYPES
 from tests.engines.pictures import CASES, CLIP_CASES, with_pixels
@@ -40,7 +41,7 @@ ROWS_S = 60.0
 
 def num_loaded(vllm: VllmServer) -> int:
     """Tokens of prompts whose KV came from outside."""
-    text = httpx.get(f"{vllm.url}/metrics", timeout=10).text
+    text = httpx.get(f"{vllm.url}/metrics", timeout=PATIENCE_S).text
     (value,) = re.findall(r"^vllm:external_prefix_cache_hits_total{.*} (.*)$", text, re.MULTILINE)
     return int(float(value))
 

@@ -344,7 +344,7 @@ def test_p33_rows_from_anywhere_else_are_refused(stack: Stack, meanwhile: TextRe
 
 def cached_tokens(stack: Stack) -> int:
     """Prompt tokens that vLLM took from its prefix cache so far."""
-    text = httpx.get(f"{stack.vllm.url}/metrics", timeout=10).text
+    text = httpx.get(f"{stack.vllm.url}/metrics", timeout=PATIENCE_S).text
     return sum(
         int(float(line.rsplit(" ", 1)[1]))
         for line in text.splitlines()
