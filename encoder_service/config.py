@@ -181,8 +181,8 @@ class Settings(BaseSettings):
     )
     choices_seed: str = Field(
         "",
-        description="Folder of an earlier choices_dir, in an image or on a volume, also read-only: what was kept "
-        "for this device, driver and versions is copied to choices_dir at the start; empty: none.",
+        description="Folder of an earlier choices_dir, in an image or on a volume, also read-only: what was "
+        "kept for this device, driver and versions is copied to choices_dir at the start; empty: none.",
     )
     bucket_sizes: Numbers = Field((), description="Patches of each graph; empty: the default ladder.")
     torch_threads: int = Field(0, ge=0, le=1024, description="CPU threads of the tower; 0: torch's choice.")

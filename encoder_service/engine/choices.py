@@ -84,12 +84,12 @@ def copy_kept(seed: Path, folder: Path) -> None:
     if driver_version() is None:
         return
     source = seed / folder.name
-    if not source.is_dir():
-        found = sorted(path.name for path in seed.iterdir()) if seed.is_dir() else "no folder"
-        log.warning("no kept choices for this GPU, driver and versions", path=str(source), found=found)
-        return
     num_copied = 0
     try:
+        if not source.is_dir():
+            found = sorted(path.name for path in seed.iterdir()) if seed.is_dir() else "no folder"
+            log.warning("no kept choices for this GPU, driver and versions", path=str(source), found=found)
+            return
         for path in sorted(source.rglob("*")):
             target = folder / path.relative_to(source)
             if path.is_file() and not target.exists():
@@ -100,7 +100,7 @@ def copy_kept(seed: Path, folder: Path) -> None:
                         move_group(copied, target.parent)
                     copied.replace(target)
                 num_copied += 1
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         log.warning("kept choices not copied", path=str(source), reason=f"{type(error).__name__}: {error}")
     else:
         log.info("kept choices copied", path=str(source), files=num_copied)
@@ -110,7 +110,9 @@ def move_group(file: Path, folder: Path) -> None:
     """Makes a file of Triton's cache, which lists the files of a kernel with their full paths, list those of
     ``folder``."""
     group = json.loads(file.read_text())
-    group["child_paths"] = {name: str(folder / Path(path).name) for name, path in group["child_paths"].items()}
+    group["child_paths"] = {
+        name: str(folder / Path(path).name) for name, path in group["child_paths"].items()
+    }
     file.write_text(json.dumps(group))
 
 

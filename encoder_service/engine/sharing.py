@@ -1,9 +1,9 @@
 """Warns when another process uses the service's GPU and the two take turns.
 
-Owns what can be known of that from inside a pod. Other pods' processes are hidden there, also from NVML's list
-of processes. The memory in use on the GPU is not hidden, and what is not this process's belongs to others. So
-a process with little memory is not seen, nor is what it computes. The driver says whether this process uses
-MPS, with which kernels of several processes run at the same time.
+Owns what can be known of that from inside a pod. Other pods' processes are hidden there, also from NVML's
+list of processes. The memory in use on the GPU is not hidden, and what is not this process's belongs to
+others. So a process with little memory is not seen, nor is what it computes. The driver says whether this
+process uses MPS, with which kernels of several processes run at the same time.
 """
 
 from __future__ import annotations
@@ -21,12 +21,16 @@ from encoder_service.own_thread import on_own_thread
 
 log = structlog.get_logger(__name__)
 
-# Memory beyond torch's and the arenas' that is taken for another process's. This process's own context, modules
-# and captured graphs have up to 2 GiB of it; another encoder has above 5 GiB, a language model's server more.
+# Memory beyond torch's and the arenas' that is taken for another process's. This process's own context,
+# modules and captured graphs have up to 2 GiB of it; another encoder has above 5 GiB, a language model's
+# server more.
 OTHERS_BYTES = 4 << 30
 CHECK_S = 60.0
 PIPE_DIRECTORY = "CUDA_MPS_PIPE_DIRECTORY"
-REMEDY = "run both processes under NVIDIA's MPS: docs/deploy.md, One GPU for two processes"
+REMEDY = (
+    "if requests have several or large images, run both processes under NVIDIA's MPS: "
+    "docs/deploy.md, One GPU for two processes"
+)
 # From cuda.h, CU_DEVICE_ATTRIBUTE_MPS_ENABLED: contexts of this process on the device are shared through MPS.
 _MPS_ENABLED = 133
 
@@ -39,18 +43,17 @@ class SharedGpu:
         self._is_done = False
 
     def start(self) -> None:
-        """Logs whether this process uses MPS, where it could be expected, and checks for other processes. The
-        first use of the device."""
+        """Logs whether this process uses MPS, where it could be expected, and checks for other processes."""
         directory = os.environ.get(PIPE_DIRECTORY)
         if uses_mps(self._device):
             self._is_done = True
-            log.info("the GPU is shared by MPS", device=str(self._device))
+            log.info("the GPU is used through MPS", device=str(self._device))
         elif directory is not None:
             log.warning(
                 "MPS is not used although the environment names its daemon",
                 variable=f"{PIPE_DIRECTORY}={directory}",
-                remedy="start nvidia-cuda-mps-control -d with this variable, before this process and as a user "
-                "whose pipes it can open",
+                remedy="start nvidia-cuda-mps-control -d with this variable before this process, whose user "
+                "must be able to open its pipes",
             )
         self.check()
 

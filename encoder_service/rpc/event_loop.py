@@ -24,7 +24,7 @@ Arguments = TypeVarTuple("Arguments")
 MAX_BYTES = 4096
 
 
-class IdleSelector(selectors.DefaultSelector):  # type: ignore[misc, valid-type]
+class IdleSelector(selectors.DefaultSelector):
     """idle_s: how long it has waited while nothing was ready. A wait ends when the thread has the
     interpreter's lock again, so the time for which others hold the lock then counts as idle; what is ready at
     the first question, as on a loop at its limit, costs no idle time."""

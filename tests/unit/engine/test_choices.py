@@ -42,7 +42,7 @@ class Attention(SdpaAttention):
 
 
 class Start:
-    """One start after another on the same stand-in for a device. seed: kept choices that come with an image."""
+    """One start after another on the same stand-in for a device. seed: kept choices of an image."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.choices_dir = folder
@@ -156,6 +156,17 @@ def test_a_seed_that_cannot_be_copied_costs_a_line_only(start: Start, tmp_path: 
     assert "kept choices not copied" in [entry["event"] for entry in logs]
 
 
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"child_paths": {"a": 1}}'])
+def test_a_damaged_file_of_a_seed_costs_a_line_only(start: Start, tmp_path: Path, content: str) -> None:
+    start()
+    (start.folder / "triton" / "key").mkdir(parents=True)
+    (start.folder / "triton" / "key" / "__grp__norm.json").write_text(content)
+    start.seed, start.choices_dir = start.choices_dir, tmp_path / "of a new pod"
+    with capture_logs() as logs:
+        assert start() == ({"fast"}, 0)
+    assert "kept choices not copied" in [entry["event"] for entry in logs]
+
+
 def test_kernels_that_triton_compiled_are_found_where_they_were_copied_to(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -174,9 +185,7 @@ def test_kernels_that_triton_compiled_are_found_where_they_were_copied_to(
     first.rename(seed / "away")
     found = manager(start.folder).get_group("norm.json")
     assert found is not None
-    assert {name: Path(path).read_bytes() for name, path in found.items()} == {
-        name: b"binary" for name in files
-    }
+    assert {name: Path(path).read_bytes() for name, path in found.items()} == dict.fromkeys(files, b"binary")
 
 
 def with_field(name: str, value: Any) -> Callable[[str], str]:

@@ -113,7 +113,7 @@ def test_under_mps_others_are_welcome(gpu: Gpu, monkeypatch: pytest.MonkeyPatch)
     use_driver(monkeypatch, has_mps=True)
     monkeypatch.setenv(PIPE_DIRECTORY, "/mps")
     gpu.others = 60.0
-    assert gpu.checked(SharedGpu.start) == ["info: the GPU is shared by MPS"]
+    assert gpu.checked(SharedGpu.start) == ["info: the GPU is used through MPS"]
 
 
 def test_a_daemon_that_is_named_and_not_used_is_said(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
