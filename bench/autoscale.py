@@ -4,7 +4,8 @@
 
 Owns the models of the autoscaler and of the encoders, the traffic, and the policies that are compared. The
 speed of an encoder is measured: the device's time per image in results/tower-*, the host's in
-results/serve-*. Limits and saturation are the service's own. All policies get the same arrivals.
+results/serve-*. Limits and saturation are the service's own, without decoding threads. All policies get the
+same arrivals.
 
 The model is a fluid in steps of STEP_S. An image waits for the event loop of its encoder, is admitted or
 refused there, waits for the device, and is encoded first come first served. Repeated images are answered from
@@ -197,8 +198,9 @@ class Fleet:
         self._route()
         # Images that wait for the event loop, and for the device.
         self.calls_KCP, self.queue_KCP = np.zeros((2, len(encoder.patches_K11), *pods))
-        self._created_s_CP, self.busy_CP = np.zeros((2, *pods))
-        self._busy_SCP = np.zeros((round(BUSY_WINDOW_S / STEP_S), *pods))
+        self._created_s_CP, self.busy_CP, self.loop_busy_CP = np.zeros((3, *pods))
+        # Of the device, and of the event loop.
+        self._busy_S2CP = np.zeros((round(BUSY_WINDOW_S / STEP_S), 2, *pods))
         self._scraped_WMCP = np.full((METRIC_WINDOW_S // SCRAPE_S, 2, *pods), -1.0)
         self.gpu_s_C, self.refused_C = np.zeros((2, len(policies)))
         # Latencies of the admitted images.
@@ -261,9 +263,10 @@ class Fleet:
         before_s_CP, added_s_CP = ((one * image_s_KCP).sum(0) for one in (self.queue_KCP, admitted_KCP))
         self.queue_KCP = self.queue_KCP + admitted_KCP
         self.queue_KCP -= up_to(STEP_S, self.queue_KCP, image_s_KCP)
-        self._busy_SCP = np.roll(self._busy_SCP, 1, 0)
-        self._busy_SCP[0] = np.minimum(1.0, (before_s_CP + added_s_CP) / STEP_S)
-        self.busy_CP = self._busy_SCP.mean(0)
+        self._busy_S2CP = np.roll(self._busy_S2CP, 1, 0)
+        self._busy_S2CP[0, 0] = np.minimum(1.0, (before_s_CP + added_s_CP) / STEP_S)
+        self._busy_S2CP[0, 1] = passed_KCP.sum(0) / (misses_per_s * STEP_S)
+        self.busy_CP, self.loop_busy_CP = self._busy_S2CP.mean(0)
         wait_s_CP = self.calls_KCP.sum(0) / misses_per_s + before_s_CP
         latency_s_KCP = wait_s_CP + encoder.host_s_K11 + encoder.alone_s_K11
         bins_KCP = np.floor(LATE_BIN + BINS_PER_DECADE * np.log10(latency_s_KCP / LATE_S)).astype(np.int64)
@@ -272,11 +275,11 @@ class Fleet:
         self.histogram_CB += counts.reshape(-1, NUM_BINS)
 
     def gauges_MCP(self) -> Array:
-        """ve_saturation_ratio (from ``encoder_service.load.saturation``) and ve_queued_device_seconds."""
+        """ve_saturation_ratio (as in ``encoder_service.admin.saturation``) and ve_queued_device_seconds."""
         filled_CP = (self.queue_KCP * self.encoder.patches_K11).sum(0) / self.encoder.max_queued_patches
         queued_s_CP = (self.queue_KCP * self.encoder.batched_s_K11).sum(0)
-        worst_CP = np.maximum(np.maximum(self.busy_CP, queued_s_CP / FULL_QUEUE_S), filled_CP)
-        return np.stack([worst_CP.clip(0.0, 1.0), queued_s_CP])
+        shares = [self.busy_CP, self.loop_busy_CP, queued_s_CP / FULL_QUEUE_S, filled_CP]
+        return np.stack([np.max(shares, axis=0).clip(0.0, 1.0), queued_s_CP])
 
     def scrape(self) -> None:
         self._scraped_WMCP = np.roll(self._scraped_WMCP, 1, 0)
@@ -398,7 +401,7 @@ def main() -> None:
             *(replace(chart, down_period_s=one) for one in (60, 300)),
             *(replace(chart, down_window_s=one) for one in (300, 1200)),
         ],
-        # This work needs more pods, because the event loop saturates before the device.
+        # This work needs more pods: the event loop is its limit, not the device.
         "448 px": [replace(chart, saturation=target, max_replicas=16) for target in (500, 600, 650)],
     }
     mixed, small = (

@@ -179,6 +179,11 @@ class Settings(BaseSettings):
         description="Folder for the kernels that a start on a GPU measured as fastest, which later starts on "
         "the same device, driver and versions use without measuring; empty: none.",
     )
+    choices_seed: str = Field(
+        "",
+        description="Folder of an earlier choices_dir, in an image or on a volume, also read-only: what was "
+        "kept for this device, driver and versions is copied to choices_dir at the start; empty: none.",
+    )
     bucket_sizes: Numbers = Field((), description="Patches of each graph; empty: the default ladder.")
     torch_threads: int = Field(0, ge=0, le=1024, description="CPU threads of the tower; 0: torch's choice.")
 

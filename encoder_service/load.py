@@ -1,8 +1,7 @@
-"""The device work that is queued, in seconds, and how close the service is to its limits.
+"""The device work that is queued, in seconds.
 
-Owns the estimate of the device time of the items that are admitted and not yet encoded, and the formula of
-the saturation that autoscalers follow. Used from the event loop only. Reads single numbers from counters that
-other threads write.
+Owns the estimate of the device time of the items that are admitted and not yet encoded. Used from the event
+loop only. Reads single numbers from counters that other threads write.
 """
 
 from __future__ import annotations
@@ -40,13 +39,3 @@ class DeviceLoad:
         full, rest = divmod(num_patches, self.ladder.max_patches)
         us = full * cost.patches_us(self.ladder.max_patches) + cost.us_per_square * num_squares
         return (us + (cost.patches_us(rest) if rest else 0.0)) / 1e6
-
-
-def saturation(busy_share: float, queued_s: float, full_queue_s: float, filled_share: float) -> float:
-    """From 0 (idle) to 1 (more work only waits or is refused): the largest of
-
-    - the share of recent time that the device computed,
-    - the queued device work in seconds, divided by full_queue_s,
-    - the share of the admission limits that is in use.
-    """
-    return min(1.0, max(0.0, busy_share, queued_s / full_queue_s, filled_share))

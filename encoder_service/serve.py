@@ -19,6 +19,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import structlog
+import torch
 
 from encoder_service import __version__
 from encoder_service.admin.plane import AdminPlane
@@ -27,6 +28,7 @@ from encoder_service.config import Settings
 from encoder_service.defaults import with_broker_path, with_device
 from encoder_service.engine.device import DeviceEngine
 from encoder_service.engine.faults import first_line
+from encoder_service.engine.sharing import SharedGpu
 from encoder_service.errors import DeviceFault, StartupError
 from encoder_service.http.endpoint import Access, EncodeEndpoint
 from encoder_service.http.explained import NAMESPACE, explained
@@ -151,6 +153,7 @@ class Service:
         self.broker: Broker | None = None
         self.engine: DeviceEngine | None = None
         self.pipeline: Pipeline | None = None
+        self.shared_gpu: SharedGpu | None = None
         self.admission = Admission(settings.max_queued_patches, settings.max_queued_bytes, time.monotonic)
         self._instance_id = uuid.uuid4().hex
         self.info: pb.GetServerInfoResponse | None = None
@@ -284,6 +287,11 @@ class Service:
     async def _load(self, store: EmbeddingStore) -> ServedModel:
         """Loads the model, starts its engine and answers calls."""
         settings = self.settings
+        device = torch.device(settings.device)
+        if device.type == "cuda":
+            arenas = [arena.capacity_bytes for _, arena in store.arenas() if arena.kind == "device"]
+            self.shared_gpu = SharedGpu(device, sum(arenas))
+            await on_own_thread(self.shared_gpu.start)
         model = await on_own_thread(load_model, settings)
         graphs = await on_own_thread(capture_graphs, model, settings)
         self.engine = engine = build_engine(settings, model, graphs, self.metrics, self.on_device_fault)
@@ -459,9 +467,12 @@ async def serve(settings: Settings) -> int:
             return 0
         starting.result()
         gc.freeze()  # garbage collections then skip torch and the model
-        trimming = asyncio.ensure_future(return_freed_memory(service.num_calls))
+        beside = [asyncio.ensure_future(return_freed_memory(service.num_calls))]
+        if service.shared_gpu is not None:
+            beside.append(asyncio.ensure_future(service.shared_gpu.watch()))
         await stopping
-        trimming.cancel()
+        for task in beside:
+            task.cancel()
         in_time = await service.stop(delay_s=delay_s)
         return 0 if in_time and service.is_alive() else 1
     except asyncio.CancelledError:

@@ -169,6 +169,7 @@ def capture_graphs(model: ServedModel, settings: Settings) -> GraphRunner | None
         longest_item=model.preprocessor.longest_item,
         bucket_sizes=settings.bucket_sizes,
         choices_dir=choices_folder(settings),
+        choices_seed=Path(settings.choices_seed).expanduser() if settings.choices_seed else None,
     )
 
 

@@ -13,8 +13,8 @@ service = "".join(path.read_text() for path in Path("encoder_service").rglob("*.
 sizes = {
     "modules that `import lm_adapter` loads": (len(adapter), 25),
     "their lines": (sum(len(inspect.getsource(module).splitlines()) for module in adapter), 3760),
-    "settings": (len(Settings.model_fields), 63),
-    "metrics": (len({re.sub("_total$", "", name) for name in re.findall(r'"(ve_[a-z0-9_]+)"', service)}), 61),
+    "settings": (len(Settings.model_fields), 64),
+    "metrics": (len({re.sub("_total$", "", name) for name in re.findall(r'"(ve_[a-z0-9_]+)"', service)}), 63),
     "lines of README.md": (len(Path("README.md").read_text().splitlines()), 150),
 }
 if above := [f"{what}: {size}, at most {limit}" for what, (size, limit) in sizes.items() if size > limit]:

@@ -30,6 +30,7 @@ from encoder_service.ops.http_server import HttpLimits, HttpServer
 from encoder_service.ops.metrics import Metrics
 from encoder_service.ops.tls import server_context
 from encoder_service.pipeline import Pipeline
+from encoder_service.rpc.event_loop import ServiceLoop
 from encoder_service.rpc.observed import Call
 from encoder_service.rpc.status import failure_of, status_of
 
@@ -78,8 +79,10 @@ class AdminPlane:
         register_gauges(self._metrics, pipeline, engine)
         if broker is not None:
             register_broker(self._metrics, broker, pipeline.store)
-        saturation = Saturation(self._metrics, pipeline, engine)
-        self._sampling = asyncio.get_running_loop().create_task(self._sample(saturation))
+        loop = asyncio.get_running_loop()
+        loop_idle_s = (lambda: loop.idle_s) if isinstance(loop, ServiceLoop) else None
+        saturation = Saturation(self._metrics, pipeline, engine, loop_idle_s)
+        self._sampling = loop.create_task(self._sample(saturation))
 
     async def stop(self) -> None:
         if self._sampling is not None:

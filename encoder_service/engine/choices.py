@@ -4,6 +4,10 @@ Owns the file of the choices: what they were measured for, its checks and its re
 measures and uses the choices. A file that is damaged, or was measured for another device, driver, version or
 tower, is ignored: then the start measures and replaces it. Compiled kernels are kept by the libraries that
 compile them.
+
+What is kept lies in one folder for each device, driver and versions (``kept_folder``), so that nothing in it
+serves another. Such folders may come with an image or a volume that is read-only: ``copy_kept`` takes the
+fitting one.
 """
 
 from __future__ import annotations
@@ -12,6 +16,8 @@ import hashlib
 import importlib.metadata
 import json
 import os
+import re
+import shutil
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -37,6 +43,8 @@ PACKAGES = (
     "nvidia-cutlass-dsl",
 )
 DRIVER = Path("/proc/driver/nvidia/version")
+# Of triton.runtime.cache.FileCacheManager.
+TRITON_GROUP = "__grp__"
 # Folders of compiled kernels, by the environment variable of their library. Each library checks by itself
 # whether a kernel matches the device and version.
 COMPILED = {
@@ -62,6 +70,56 @@ def keep_compiled(folder: Path) -> None:
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
 
 
+def kept_folder(choices_dir: Path, device: torch.device) -> Path:
+    """The folder below ``choices_dir`` of what is kept for this device, its driver and the installed
+    versions."""
+    environment = environment_of(device)
+    name = re.sub("[^a-z0-9]+", "-", str(environment["device"]).lower()).strip("-")
+    return choices_dir / f"{name}-{digest_of(environment)}"
+
+
+def copy_kept(seed: Path, folder: Path) -> None:
+    """Copies what an earlier start kept, and ``folder`` lacks, from the folder of the same name in ``seed``,
+    unless the driver's version is unknown. Failures cost only a log line."""
+    if driver_version() is None:
+        return
+    source = seed / folder.name
+    num_copied = 0
+    try:
+        if not source.is_dir():
+            found = sorted(path.name for path in seed.iterdir()) if seed.is_dir() else "no folder"
+            log.warning("no kept choices for this GPU, driver and versions", path=str(source), found=found)
+            return
+        for path in sorted(source.rglob("*")):
+            target = folder / path.relative_to(source)
+            if path.is_file() and not target.exists():
+                target.parent.mkdir(parents=True, exist_ok=True)
+                with tempfile.TemporaryDirectory(dir=folder) as new:
+                    copied = Path(shutil.copyfile(path, Path(new, path.name)))
+                    if path.name.startswith(TRITON_GROUP):
+                        move_group(copied, target.parent)
+                    copied.replace(target)
+                num_copied += 1
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        log.warning("kept choices not copied", path=str(source), reason=f"{type(error).__name__}: {error}")
+    else:
+        log.info("kept choices copied", path=str(source), files=num_copied)
+
+
+def move_group(file: Path, folder: Path) -> None:
+    """Makes a file of Triton's cache, which lists the files of a kernel with their full paths, list those of
+    ``folder``."""
+    group = json.loads(file.read_text())
+    group["child_paths"] = {
+        name: str(folder / Path(path).name) for name, path in group["child_paths"].items()
+    }
+    file.write_text(json.dumps(group))
+
+
+def digest_of(values: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
+
+
 # The kernels' names by operation (attention, or a step after a product), then by case.
 KernelNames: TypeAlias = Mapping[str, Mapping[str, str]]
 
@@ -75,8 +133,9 @@ class ChoicesFile:
 
     @classmethod
     def of_device(cls, folder: Path, device: torch.device, measured: Mapping[str, Any]) -> ChoicesFile | None:
-        """The file for this device with its present driver and packages. measured: what else the choices
-        depend on. None, with a log line, if the driver's version is unknown."""
+        """The file for this device with its present driver and packages. folder: its ``kept_folder``.
+        measured: what else the choices depend on. None, with a log line, if the driver's version is
+        unknown."""
         environment = environment_of(device)
         if environment["driver"] is None:
             log.warning("kernel choices not kept", reason="the driver's version is unknown")
@@ -85,8 +144,7 @@ class ChoicesFile:
 
     @property
     def path(self) -> Path:
-        text = json.dumps(self.measured_for, sort_keys=True)
-        return self.folder / f"choices-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
+        return self.folder / f"choices-{digest_of(self.measured_for)}.json"
 
     def read(self) -> KernelNames | None:
         """The choices of an earlier start. None, with a log line, for a file that cannot be used."""

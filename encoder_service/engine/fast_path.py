@@ -18,7 +18,7 @@ import structlog
 import torch
 
 from encoder_service.engine.calibrate import calibrate
-from encoder_service.engine.choices import ChoicesFile, KernelNames, keep_compiled
+from encoder_service.engine.choices import ChoicesFile, KernelNames, copy_kept, keep_compiled, kept_folder
 from encoder_service.engine.graphs import GraphRunner
 from encoder_service.errors import ConfigurationError
 from encoder_service.ops.progress import Progress
@@ -49,6 +49,7 @@ def build_graph_runner(
     longest_item: int = 0,
     bucket_sizes: Sequence[int] = (),
     choices_dir: Path | None = None,
+    choices_seed: Path | None = None,
 ) -> GraphRunner | None:
     """A runner with every graph captured; None if the plain tower has to serve.
 
@@ -56,11 +57,16 @@ def build_graph_runner(
     item do not depend on its batch. max_patches: patches of the largest batch. longest_item: patches of the
     largest item that attends over all its patches; it runs alone if it is above max_patches. bucket_sizes:
     the ladder's sizes in patches, instead of the default ones. choices_dir: folder of the kernel choices of
-    earlier starts, which are used instead of measuring, and of their compiled kernels; None for none. Raises
-    ConfigurationError for an attention backend or sizes that are not available.
+    earlier starts, which are used instead of measuring, and of their compiled kernels; None for none.
+    choices_seed: such a folder, from which it takes what it lacks. Raises ConfigurationError for an attention
+    backend or sizes that are not available.
     """
-    if choices_dir is not None:
-        keep_compiled(choices_dir)
+    kept = None
+    if choices_dir is not None and tower.device.type == "cuda":
+        kept = kept_folder(choices_dir, tower.device)
+        if choices_seed is not None:
+            copy_kept(choices_seed, kept)
+        keep_compiled(kept)
     candidates = [
         backend
         for backend in parse_attention(attention, tower.device, deterministic=deterministic)
@@ -75,8 +81,8 @@ def build_graph_runner(
     started_s = time.monotonic()
     selections = KernelSelections.of(tower, candidates, ladder, deterministic=deterministic)
     file = None
-    if choices_dir is not None:
-        file = ChoicesFile.of_device(choices_dir, tower.device, selections.measured)
+    if kept is not None:
+        file = ChoicesFile.of_device(kept, tower.device, selections.measured)
     kernels = choose_kernels(selections, file)
     log.info("kernels chosen", seconds=round(time.monotonic() - started_s, 1), **kernels.used)
     runner = captured_runner(tower, kernels, ladder)

@@ -14,6 +14,7 @@ import functools
 import os
 import sys
 import threading
+import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -38,7 +39,7 @@ class _Threads:
     finds more, so that it need not wait for the end of a long job. A thread that becomes free takes the next
     job by itself, without the event loop."""
 
-    def __init__(self, num_threads: int, name: str, niceness: int = 0) -> None:
+    def __init__(self, num_threads: int, name: str, niceness: int = 0, *, clock: Callable[[], float]) -> None:
         self.num_spare = max(1, num_threads // 3)
         self.num_all = num_threads + self.num_spare
         self.executor = ThreadPoolExecutor(self.num_all, name, set_niceness, (niceness,))
@@ -49,6 +50,17 @@ class _Threads:
         self._running: Counter[Holder] = Counter()
         self._num_deferred = 0
         """Jobs that wait although a thread was free: their caller has as many threads as it may have."""
+        self._clock = clock
+        self._worked_s, self._counted_s = 0.0, clock()
+        """Of all threads together, until the second time."""
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds of jobs since the start, those that run included, for each thread of ``num_threads``. Grows
+        faster than time while spare threads work too."""
+        with self._lock:
+            self._count_work()
+            return self._worked_s / self._max_own
 
     @property
     def num_waiting(self) -> int:
@@ -89,6 +101,7 @@ class _Threads:
                         below[holder] = jobs
                     if below:
                         self._waiting[caller] = below
+                    self._count_work()
                     self._running[caller] += 1
                     return caller, job
             self._num_deferred += 1
@@ -96,6 +109,7 @@ class _Threads:
 
     def _give_back(self, caller: Holder) -> None:
         with self._lock:
+            self._count_work()
             self._running[caller] -= 1
             if not self._running[caller]:
                 del self._running[caller]
@@ -105,15 +119,28 @@ class _Threads:
         with contextlib.suppress(RuntimeError):  # shut down meanwhile
             self.executor.submit(self._run_next)
 
+    def _count_work(self) -> None:
+        """Before the number of jobs that run changes, and with the lock."""
+        now_s = self._clock()
+        self._worked_s += self._running.total() * (now_s - self._counted_s)
+        self._counted_s = now_s
+
 
 class IngestWorkers:
     """max_decoded_bytes: of the images and clips that are being decoded; an item above it is decoded while
-    no other is."""
+    no other is. clock: seconds, monotonic."""
 
-    def __init__(self, num_threads: int, num_clip_threads: int, max_decoded_bytes: int) -> None:
+    def __init__(
+        self,
+        num_threads: int,
+        num_clip_threads: int,
+        max_decoded_bytes: int,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.memory = WaitingShares(max_decoded_bytes)
-        self._images = _Threads(num_threads, "ingest")
-        self._clips = _Threads(num_clip_threads, "clips", CLIP_NICENESS)
+        self._images = _Threads(num_threads, "ingest", clock=clock)
+        self._clips = _Threads(num_clip_threads, "clips", CLIP_NICENESS, clock=clock)
         self._openings = WaitingShares(self._clips.num_all, num_reserved=self._clips.num_spare)
 
     @property
@@ -125,6 +152,11 @@ class IngestWorkers:
     def num_waiting(self) -> int:
         """Jobs that wait for a thread or for memory."""
         return self.memory.num_waiting + self._images.num_waiting + self._clips.num_waiting
+
+    @property
+    def busy_s(self) -> tuple[float, float]:
+        """Seconds for which the threads of images, and those of clips, have worked, on average."""
+        return self._images.busy_s, self._clips.busy_s
 
     async def run(
         self,

@@ -111,6 +111,10 @@ class WaitingShares:
     def num_waiting(self) -> int:
         return sum(map(len, self._waiting.values()))
 
+    def fill(self) -> float:
+        """As of ``Shares``."""
+        return self._shares.fill()
+
     async def acquire(self, holder: Holder, amount: int = 1) -> int:
         """Waits for ``amount``, or for the whole limit if that is less. Returns the amount to ``release``."""
         amount = min(amount, self._shares.limit)

@@ -245,6 +245,29 @@ def test_security_contexts_are_the_strictest(case: str) -> None:
         assert host_paths == (["broker"] if is_node_local else [])
 
 
+@pytest.mark.parametrize("user", [0, 1000])
+def test_encoders_run_as_the_user_of_their_language_models_for_mps(user: int) -> None:
+    """The gateway and the group of the broker's socket stay."""
+    objects = render({"runAsUser": user}, case="gpu-node-local-gateway")
+    validate(objects)
+    pod = pod_of(objects)
+    assert pod["securityContext"]["runAsUser"] == user
+    assert pod["securityContext"]["runAsNonRoot"] is (user != 0)
+    (folder,) = [each for each in pod["initContainers"] if each["name"] == "socket-folder"]
+    assert f"chown {user}:65532 " in folder["command"][-1]
+    assert pod_of(objects, GATEWAY)["securityContext"]["runAsUser"] == 65532
+
+
+def test_a_gpu_offers_as_many_parts_as_processes_share_it() -> None:
+    """With more, each gets less memory and threads; only labelled nodes share."""
+    configs = yaml.safe_load((HELM_FOLDER / "device-plugin-mps.yaml").read_text())["config"]
+    found = {name: yaml.safe_load(text) for name, text in configs["map"].items()}
+    assert "sharing" not in found[configs["default"]]
+    (shared,) = found["mps"]["sharing"]["mps"]["resources"]
+    (resource,) = (name for name in container_of(rendered("gpu"))["resources"]["limits"] if "/" in name)
+    assert shared == {"name": resource, "replicas": 2}
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_probes_ask_grpc_health_or_with_tls_the_admin_plane(case: str) -> None:
     container = container_of(rendered(case))

@@ -169,6 +169,8 @@ function tiles(live) {
     ["queue", ms(queued_s(live) * 1e3), ""],
     ["patches queued", count(total(live, "ve_queued_patches")), ""],
     ["device busy", percent(busyShare(from, live)), ""],
+    ["event loop busy", percent(total(live, "ve_loop_busy_ratio")), ""],
+    ["decoding busy", percent(total(live, "ve_decode_busy_ratio")), ""],
     ["saturation", percent(saturation), "", level(saturation)],
     ["found in cache", percent(found), ""],
     ["turned away", count(refused), "/s", refused > 0 ? "bad" : ""],

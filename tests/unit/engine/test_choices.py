@@ -13,7 +13,7 @@ import torch
 from structlog.testing import capture_logs
 
 from encoder_service.engine import choices
-from encoder_service.engine.choices import COMPILED, ChoicesFile, keep_compiled
+from encoder_service.engine.choices import COMPILED, ChoicesFile, copy_kept, keep_compiled, kept_folder
 from encoder_service.engine.fast_path import KernelSelections, choose_kernels
 from encoder_service.towers.attention import SdpaAttention, SequenceBounds
 from encoder_service.towers.attention.cases import PackedBatch, attention_selection
@@ -42,14 +42,16 @@ class Attention(SdpaAttention):
 
 
 class Start:
-    """One start after another on the same stand-in for a device."""
+    """One start after another on the same stand-in for a device. seed: kept choices of an image."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.folder = folder
+        self.choices_dir = folder
+        self.seed: Path | None = None
         self.environment: dict[str, Any] = {"device": "a GPU", "driver": "1.2", "versions": {"torch": "2.13"}}
         self.backends = [Attention("slow"), Attention("fast")]
         self.num_timed = 0
         monkeypatch.setattr(choices, "environment_of", lambda device: self.environment)
+        monkeypatch.setattr(choices, "driver_version", lambda: self.environment["driver"])
 
     def _time_ms(self, run: Callable[[], object]) -> float:
         """In each case the first backend is timed before the second one."""
@@ -62,9 +64,15 @@ class Start:
         attention = attention_selection(
             self.backends, BATCHES, BLOCK, torch.float32, CPU, deterministic=deterministic
         )
+        if self.seed is not None:
+            copy_kept(self.seed, self.folder)
         file = ChoicesFile.of_device(self.folder, CPU, {"deterministic": deterministic})
         kernels = choose_kernels(KernelSelections(attention, {}, {}), file, self._time_ms)
         return set(kernels.names["attention"].values()), self.num_timed
+
+    @property
+    def folder(self) -> Path:
+        return kept_folder(self.choices_dir, CPU)
 
     @property
     def file(self) -> Path:
@@ -98,6 +106,86 @@ def test_the_file_has_the_layout_of_former_versions(start: Start) -> None:
         "attention": {"32x32": "fast", "64x64": "fast"},
         "gemms": {step: {"1": "torch"} for step in STEPS},
     }
+
+
+def test_a_first_start_takes_what_came_with_its_image(start: Start, tmp_path: Path) -> None:
+    start()
+    start.seed, start.choices_dir = start.choices_dir, tmp_path / "of a new pod"
+    for path in start.seed.rglob("*"):
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    with capture_logs() as logs:
+        assert start() == ({"fast"}, 0)
+    assert {"event": "kept choices copied", "files": 1}.items() <= logs[0].items()
+    assert start() == ({"fast"}, 0)
+
+
+@pytest.mark.parametrize("name", ["device", "driver", "versions"])
+def test_what_came_for_another_device_driver_or_version_is_left(
+    start: Start, tmp_path: Path, name: str
+) -> None:
+    start()
+    kept = start.folder
+    (kept / "triton" / "key").mkdir(parents=True)
+    (kept / "triton" / "key" / "kernel.cubin").write_text("for that device")
+    start.seed, start.choices_dir = start.choices_dir, tmp_path / "of a new pod"
+    start.environment = {**start.environment, name: "another"}
+    with capture_logs() as logs:
+        assert start() == ({"fast"}, 4)
+    assert logs[0]["event"] == "no kept choices for this GPU, driver and versions"
+    assert logs[0]["found"] == [kept.name]
+    assert [path.name for path in start.folder.rglob("*")] == [start.file.name]
+
+
+def test_what_a_start_measured_itself_stays(start: Start, tmp_path: Path) -> None:
+    start()
+    start.seed, start.choices_dir = start.choices_dir, tmp_path / "own"
+    start.folder.mkdir(parents=True)
+    seeded = start.seed / start.folder.name
+    (file,) = seeded.iterdir()
+    own = start.folder / file.name
+    own.write_text(with_field("attention", {"32x32": "slow", "64x64": "slow"})(file.read_text()))
+    assert start() == ({"slow"}, 0)
+
+
+def test_a_seed_that_cannot_be_copied_costs_a_line_only(start: Start, tmp_path: Path) -> None:
+    start()
+    start.seed, start.choices_dir = start.choices_dir, tmp_path / "file"
+    start.choices_dir.write_text("")
+    with capture_logs() as logs:
+        assert start() == ({"fast"}, 4)
+    assert "kept choices not copied" in [entry["event"] for entry in logs]
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"child_paths": {"a": 1}}'])
+def test_a_damaged_file_of_a_seed_costs_a_line_only(start: Start, tmp_path: Path, content: str) -> None:
+    start()
+    (start.folder / "triton" / "key").mkdir(parents=True)
+    (start.folder / "triton" / "key" / "__grp__norm.json").write_text(content)
+    start.seed, start.choices_dir = start.choices_dir, tmp_path / "of a new pod"
+    with capture_logs() as logs:
+        assert start() == ({"fast"}, 0)
+    assert "kept choices not copied" in [entry["event"] for entry in logs]
+
+
+def test_kernels_that_triton_compiled_are_found_where_they_were_copied_to(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its cache has files with full paths, which the image's folder no longer has."""
+    cache = pytest.importorskip("triton.runtime.cache")
+
+    def manager(folder: Path) -> Any:
+        monkeypatch.setenv("TRITON_CACHE_DIR", str(folder / "triton"))
+        return cache.FileCacheManager("KEY")
+
+    first, seed = start.folder, start.choices_dir
+    files = {name: manager(first).put(b"binary", name) for name in ("norm.cubin", "norm.json")}
+    manager(first).put_group("norm.json", files)
+    start.choices_dir = tmp_path / "of a new pod"
+    copy_kept(seed, start.folder)
+    first.rename(seed / "away")
+    found = manager(start.folder).get_group("norm.json")
+    assert found is not None
+    assert {name: Path(path).read_bytes() for name, path in found.items()} == dict.fromkeys(files, b"binary")
 
 
 def with_field(name: str, value: Any) -> Callable[[str], str]:
@@ -153,8 +241,8 @@ def test_deterministic_choices_are_one_backend(start: Start) -> None:
 
 
 def test_a_folder_that_is_a_file_costs_a_line_only(start: Start, tmp_path: Path) -> None:
-    start.folder = tmp_path / "file"
-    start.folder.write_text("")
+    start.choices_dir = tmp_path / "file"
+    start.choices_dir.write_text("")
     with capture_logs() as logs:
         assert start() == ({"fast"}, 4)
     assert "kernel choices not kept" in [entry["event"] for entry in logs]

@@ -141,3 +141,22 @@ async def test_clips_are_less_urgent_than_images(workers: IngestWorkers) -> None
     own = niceness()
     assert await workers.run(FLOOD, niceness) == own
     assert await workers.run(FLOOD, niceness, is_clip=True) == own + 5
+
+
+async def test_the_work_of_threads_is_counted_while_it_runs() -> None:
+    """A mean of the threads that one caller may use: 1 s of one of two threads is half a second."""
+    now_s = 50.0
+    workers = IngestWorkers(2, 1, 1000, clock=lambda: now_s)
+    gate = Gate()
+    jobs = [asyncio.ensure_future(workers.run(FLOOD, gate))]
+    await until(lambda: gate.num_running == 1)
+    now_s += 1.0
+    assert workers.busy_s == (0.5, 0.0)
+    jobs += [asyncio.ensure_future(workers.run(FLOOD, gate, is_clip=is_clip)) for is_clip in (False, True)]
+    await until(lambda: gate.num_running == 3)
+    now_s += 2.0
+    gate.open()
+    await asyncio.gather(*jobs)
+    workers.shutdown(wait=True)
+    now_s += 5.0
+    assert workers.busy_s == (2.5, 2.0)

@@ -1,22 +1,22 @@
-"""How many turns of the loop a call takes when many wait."""
+"""How many turns of the loop a call takes when many wait, and when the loop counts as idle."""
 
 from __future__ import annotations
 
 import asyncio
-import selectors
+import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import grpc
 
-from encoder_service.rpc.event_loop import ServiceLoop
+from encoder_service.rpc.event_loop import IdleSelector, ServiceLoop
 
 NUM_CALLERS, NUM_CALLS = 16, 320
 METHOD = "/test.Test/Echo"
 
 
-class Selector(selectors.DefaultSelector):  # type: ignore[misc, valid-type]
+class Selector(IdleSelector):
     """Counts the turns. Each takes a while, as beside other threads that want the interpreter's lock."""
 
     num_turns = 0
@@ -55,3 +55,35 @@ def test_calls_that_wait_share_turns_of_the_loop() -> None:
     selector = Selector()
     with asyncio.Runner(loop_factory=lambda: ServiceLoop(selector)) as runner:
         assert runner.run(turns_per_call(selector)) < 3.5
+
+
+def test_a_loop_is_idle_only_while_nothing_is_ready() -> None:
+    """Turns that follow one another because a socket is ready each time are no idle time."""
+
+    async def idle_s_of(loop: ServiceLoop) -> tuple[float, float]:
+        before_s = loop.idle_s
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            theirs.send(b"a call that waits")
+            num_turns, done = 0, loop.create_future()
+
+            def handle() -> None:
+                nonlocal num_turns
+                num_turns += 1
+                time.sleep(0.01)
+                if num_turns == 10:
+                    loop.remove_reader(ours)
+                    done.set_result(None)
+
+            loop.add_reader(ours, handle)
+            await done
+        ready_s = loop.idle_s - before_s
+        await asyncio.sleep(0.1)
+        return ready_s, loop.idle_s - before_s - ready_s
+
+    with asyncio.Runner(loop_factory=ServiceLoop) as runner:
+        loop = runner.get_loop()
+        assert isinstance(loop, ServiceLoop)
+        ready_s, asleep_s = runner.run(idle_s_of(loop))
+    assert ready_s < 0.01
+    assert asleep_s > 0.09

@@ -39,14 +39,14 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" | 
 {{- end }}
 {{- end }}
 
-{{/* Of every pod's spec. */}}
+{{/* Of every pod's spec, with the user id that runs it. */}}
 {{- define "vision-encoder.pod" -}}
-serviceAccountName: {{ include "vision-encoder.name" . }}
+serviceAccountName: {{ include "vision-encoder.name" .root }}
 automountServiceAccountToken: false
 enableServiceLinks: false
 securityContext:
-  runAsNonRoot: true
-  runAsUser: 65532
+  runAsNonRoot: {{ ne (int .user) 0 }}
+  runAsUser: {{ int .user }}
   runAsGroup: 65532
   fsGroup: 65532
   seccompProfile:
