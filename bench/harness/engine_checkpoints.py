@@ -35,17 +35,17 @@ def write_checkpoint(out: Path, family: str, *, size: str = "tiny", with_tower: 
     make_checkpoint(out, family.removesuffix("_moe"), size, seed=3, with_lm=True)
     if family in MIXTURES:
         _mix_experts(out, family)
-    if family == "kimi_k25":
-        _respell(out / "config.json")
-        _settle_experts(out)
+    for change in FOR_ENGINES.get(family, ()):
+        change(out)
     if not with_tower:
         _drop_tower(out)
     return out
 
 
-def _respell(path: Path) -> None:
+def _respell(folder: Path) -> None:
     """vLLM takes the reference's config class, which keeps its defaults (the real sizes) where it meets the
     published spelling. The encoder reads either."""
+    path = folder / "config.json"
     config = json.loads(path.read_text())
     vision = config["vision_config"]
     vision |= {own: vision[published] for published, own in KIMI_SPELLING.items()}
@@ -128,3 +128,7 @@ def _edit(folder: Path, change: Callable[[Tensors], Tensors]) -> None:
             save_file(kept, path, metadata={"format": "pt"})
             weight_map |= dict.fromkeys(kept, path.name)
     (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+FOR_ENGINES: dict[str, tuple[Callable[[Path], None], ...]] = {"kimi_k25": (_respell, _settle_experts)}
+"""What engines need changed in the whole checkpoint of a family."""

@@ -20,7 +20,13 @@ from encoder_service.errors import AspectRatioExceeded, InvalidOption
 from encoder_service.ingest.decode import DecodeLimits, Transparent
 from encoder_service.ingest.preprocessor import ImagePlan, Preprocessor, check_range, overridden
 from encoder_service.ingest.resize import normalise_into
-from encoder_service.ingest.settings import QwenVideoSettings, QwenVLSettings
+from encoder_service.ingest.settings import (
+    QwenVideoSettings,
+    QwenVLSettings,
+    SettingsReader,
+    parse_qwen_video,
+    parse_qwen_vl,
+)
 from encoder_service.ingest.video.clip import ClipPlan, ClipRules
 from encoder_service.ingest.video.source import ClipHeader, ClipLimits
 from encoder_service.types import Grid, PreprocessOptions
@@ -250,3 +256,17 @@ class QwenClips(ClipRules):
 
     def depth(self, num_frames: int) -> int:
         return -(-num_frames // self._temporal)
+
+
+def qwen_vl_preprocessor(
+    reader: SettingsReader,
+    video: SettingsReader | None,
+    limits: DecodeLimits,
+    clip_limits: ClipLimits,
+    transparent: Transparent,
+) -> QwenVLPreprocessor:
+    """As ``preprocessor.Build``."""
+    images = parse_qwen_vl(reader)
+    settings = None if video is None else parse_qwen_video(video, images)
+    clips = None if settings is None else QwenClips(settings, images, clip_limits, transparent)
+    return QwenVLPreprocessor(images, limits, clips, transparent)

@@ -127,6 +127,7 @@ def parse_sizes(config: JsonReader, *, has_deepstack: bool) -> QwenVisionConfig:
     """The sizes in config.json. has_deepstack: False to ignore the deepstack levels that it states. Raises
     UnsupportedCheckpoint."""
     vision = config.section("vision_config")
+    vision.require("hidden_act", "gelu_pytorch_tanh")
     table_rows = vision.count("num_position_embeddings")
     if math.isqrt(table_rows) ** 2 != table_rows:
         raise vision.refuse("num_position_embeddings", table_rows, "a square number")

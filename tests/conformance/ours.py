@@ -47,6 +47,8 @@ from vision_encoder.v1 import broker_pb2
 
 Asked = dict[str, Any]
 PLAIN = ServiceOptions()
+# Families with Kimi's sizes, frames and texts. All others have Qwen's.
+KIMI_RULES = ("kimi_k25",)
 PIXELS = Normalisation((0.5,) * 3, (0.5,) * 3, 1 / 255)
 IMAGE_LIMITS = DecodeLimits(max_encoded_bytes=1, max_image_pixels=1 << 30)
 
@@ -233,7 +235,7 @@ def moonvit_clips(asked: Asked) -> MoonViTClips:
 
 def answer_frame_indices(asked: Asked) -> Asked:
     source = asked["num_source_frames"], asked["source_fps"]
-    if asked["family"] == "kimi_k25":
+    if asked["family"] in KIMI_RULES:
         return {"indices": moonvit_indices(*source, fps=asked["fps"], max_frames=None)}
     bounds = {name: asked[name] for name in ("fps", "min_frames", "max_frames")}
     return {"indices": qwen_indices(*source, **bounds)}
@@ -241,7 +243,7 @@ def answer_frame_indices(asked: Asked) -> Asked:
 
 def answer_timestamps(asked: Asked) -> Asked:
     times = timestamps_of(asked["indices"], asked["source_fps"])
-    if asked["family"] == "kimi_k25":
+    if asked["family"] in KIMI_RULES:
         return {"texts": kimi_chunk_texts(times, chunk_frames=asked["chunk_frames"])}
     temporal = asked["temporal_patch_size"]
     return {
@@ -252,7 +254,7 @@ def answer_timestamps(asked: Asked) -> Asked:
 
 def answer_grid(asked: Asked) -> Asked:
     height, width = asked["height"], asked["width"]
-    is_kimi, modality = asked["family"] == "kimi_k25", Modality(asked["modality"])
+    is_kimi, modality = asked["family"] in KIMI_RULES, Modality(asked["modality"])
     if modality is Modality.VIDEO:
         clips = moonvit_clips(asked) if is_kimi else qwen_clips(asked)
         plan = clips.sized(asked["num_frames"], height, width, PLAIN)

@@ -19,7 +19,8 @@ from encoder_service.ingest.registry import load_preprocessor
 from encoder_service.towers.registry import load_tower
 from encoder_service.types import FrameItem, PreprocessOptions
 from lm_adapter import CacheTier, EncodedRows, ImageItem, VisionEncoderClient
-from tests.integration.conftest import FAMILIES, running
+from tests.families import REPRESENTATIVE
+from tests.integration.conftest import running
 from tests.parity.tower_cases import errors
 from tests.unit.store.integrity import check_store
 
@@ -32,7 +33,7 @@ LIMITS = DecodeLimits(1 << 26, 1 << 26)
 BFLOAT16_RELATIVE = 3e-2
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=REPRESENTATIVE)
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     path = tmp_path_factory.mktemp("full") / request.param
     make_checkpoint(path, request.param, "full", 11)

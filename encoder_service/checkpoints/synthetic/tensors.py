@@ -1,9 +1,8 @@
 """Names, shapes and random values of a synthetic checkpoint's tensors.
 
 Owns the distributions and the draws. Names and shapes of vision tensors come from the tower's config. Those
-of language models are here: ``model.language_model.*`` and ``lm_head.weight`` for Qwen3-VL and Qwen3.5,
-``language_model.model.*`` and ``language_model.lm_head.weight`` for Kimi-K2.5 (the architecture of
-DeepSeek-V3: latent attention, routed and shared experts).
+of language models are here, below the prefixes that the family states. The settings in ``text_config`` choose
+their layers: grouped-query, linear or latent attention, one MLP or routed and shared experts.
 
 Each tensor has its own generator, seeded by the checkpoint's seed and the tensor's name, so that its values
 do not depend on which other tensors are written. The weights of a linear layer have a standard deviation of
@@ -22,6 +21,7 @@ from typing import Any
 
 import torch
 
+from encoder_service.checkpoints.synthetic.family import LanguageTensors
 from encoder_service.checkpoints.synthetic.tokens import NUM_ORDINARY_TOKENS
 from encoder_service.towers.published import PublishedTensor
 from encoder_service.towers.registry import parse_config
@@ -111,16 +111,9 @@ def _vision_tensor(name: str, tensor: PublishedTensor, residual_gain: float) -> 
     return weight(name, *tensor.shape, gain=gain, centred=parameter.endswith("fc2.weight"))
 
 
-def language_layout(config: dict[str, Any]) -> Iterator[TensorSpec]:
+def language_layout(config: dict[str, Any], language: LanguageTensors) -> Iterator[TensorSpec]:
     """Every language-model tensor of a synthetic ``config.json``, in the order of the forward pass."""
-    text = config["text_config"]
-    match config["model_type"]:
-        case "kimi_k25":
-            return _model(text, "language_model.model", "language_model.lm_head", norm_mean=1.0)
-        case "qwen3_5":
-            return _model(text, "model.language_model", "lm_head", norm_mean=0.0)
-        case _:
-            return _model(text, "model.language_model", "lm_head", norm_mean=1.0)
+    return _model(config["text_config"], *language)
 
 
 def _model(text: dict[str, Any], root: str, head: str, norm_mean: float) -> Iterator[TensorSpec]:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from safetensors.torch import save_file
 
-from encoder_service.checkpoints.synthetic.files import config_for, small_files
+from encoder_service.checkpoints.synthetic.files import SYNTHETIC, config_for, small_files
 from encoder_service.checkpoints.synthetic.tensors import TensorSpec, draw, language_layout, vision_layout
 from encoder_service.errors import ConfigurationError
 
@@ -33,7 +33,7 @@ def make_checkpoint(out: Path, family: str, size: str, seed: int, with_lm: bool 
     config = config_for(family, size)
     _check_vacant(out)
     vision = list(vision_layout(config))
-    language = list(language_layout(config)) if with_lm else []
+    language = list(language_layout(config, SYNTHETIC[family].language)) if with_lm else []
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".partial", dir=out.parent))
     try:

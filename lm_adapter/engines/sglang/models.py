@@ -17,21 +17,13 @@ from typing import Any
 
 import torch
 from sglang.srt.managers import mm_schedule
-from sglang.srt.models import kimi_k25, qwen3_5, qwen3_vl, qwen3_vl_moe
 from torch import nn
 
+from lm_adapter.engines.sglang.families import TOWER_PREFIXES, TOWERS, served_classes
 from lm_adapter.engines.sglang.settings import PACKAGE, Settings, check_loaded, read_settings
 from lm_adapter.engines.shared.first_contact import start_of
 
 logger = logging.getLogger("sglang.vision_encoder")
-
-TOWER_PREFIXES = ("model.visual.", "visual.", "vision_tower.", "mm_projector.")
-"""Published names of the tower's tensors."""
-TOWERS = {
-    qwen3_vl: ("Qwen3VLMoeVisionModel",),
-    kimi_k25: ("MoonViT3dPretrainedModel", "K2VLMultiModalProjector"),
-}
-"""Tower classes, by module."""
 
 
 class NoTower(nn.Module):
@@ -45,7 +37,9 @@ class NoTower(nn.Module):
 @contextlib.contextmanager
 def _towers_left_out() -> Iterator[None]:
     """Within the block, SGLang's constructors build a NoTower, because they look up their tower by name."""
-    towers = {(module, name): getattr(module, name) for module, names in TOWERS.items() for name in names}
+    modules = {module: importlib.import_module(f"sglang.srt.models.{module}") for module in TOWERS}
+    places = [(modules[module], name) for module, names in TOWERS.items() for name in names]
+    towers = {(module, name): getattr(module, name) for module, name in places}
     try:
         for module, name in towers:
             setattr(module, name, NoTower)
@@ -107,13 +101,4 @@ def without_tower(parent: Any) -> type:
     return WithoutTower
 
 
-EntryClass = [
-    without_tower(parent)
-    for parent in (
-        qwen3_vl.Qwen3VLForConditionalGeneration,
-        qwen3_vl_moe.Qwen3VLMoeForConditionalGeneration,
-        qwen3_5.Qwen3_5ForConditionalGeneration,
-        qwen3_5.Qwen3_5MoeForConditionalGeneration,
-        kimi_k25.KimiK25ForConditionalGeneration,
-    )
-]
+EntryClass = [without_tower(parent) for parent in served_classes()]

@@ -30,6 +30,7 @@ MODELS = "vllm.model_executor.models"
 CALLED: Mapping[str, tuple[str, ...]] = {
     "vllm": (
         *("ModelRegistry.models", "ModelRegistry.register_model(model_arch, model_cls)", "__version__"),
+        "ModelRegistry.get_supported_archs()",
     ),
     "vllm.config": (
         *(

@@ -66,9 +66,9 @@ def choice(ours: Factory, theirs: Factory) -> Factory:
     return make
 
 
-def qwen_factories(parent: Factory) -> tuple[Factory, Factory, Factory]:
-    """Factories of processor, ProcessingInfo and dummy inputs of a Qwen family. parent: its
-    ProcessingInfo."""
+def factories(theirs: Any, architecture: str) -> tuple[Factory, Factory, Factory]:
+    """Factories of processor, ProcessingInfo and dummy inputs of a Qwen family. theirs: vLLM's module."""
+    parent = getattr(theirs, architecture.replace("ForConditionalGeneration", "ProcessingInfo"))
     return (
         choice(Qwen3VLFileProcessor, qwen3_vl.Qwen3VLMultiModalProcessor),
         choice(_file_info(parent), parent),

@@ -1,0 +1,36 @@
+"""SGLang's models whose rows come from the encoder: their classes, towers, and grids. A new family has its
+lines here.
+
+Owns names of SGLang's only, which ``models`` and ``processors`` import.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+
+SERVED: Mapping[str, str] = {
+    "Qwen3VLForConditionalGeneration": "qwen3_vl",
+    "Qwen3VLMoeForConditionalGeneration": "qwen3_vl_moe",
+    "Qwen3_5ForConditionalGeneration": "qwen3_5",
+    "Qwen3_5MoeForConditionalGeneration": "qwen3_5",
+    "KimiK25ForConditionalGeneration": "kimi_k25",
+}
+"""A model's class -> its module in ``sglang.srt.models``."""
+TOWERS: Mapping[str, tuple[str, ...]] = {
+    "qwen3_vl": ("Qwen3VLMoeVisionModel",),
+    "kimi_k25": ("MoonViT3dPretrainedModel", "K2VLMultiModalProjector"),
+}
+"""Module -> the names in it by which constructors of models find their tower."""
+TOWER_PREFIXES = ("model.visual.", "visual.", "vision_tower.", "mm_projector.")
+"""Published names of the towers' tensors."""
+KIMI_GRIDS = ("kimi_k25",)
+"""model_type of the models whose images keep their size up to a budget of patches. All others round sides to
+whole merge blocks, within limits of the area."""
+
+
+def served_classes() -> tuple[type, ...]:
+    return tuple(
+        getattr(importlib.import_module(f"sglang.srt.models.{module}"), name)
+        for name, module in SERVED.items()
+    )
