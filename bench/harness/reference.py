@@ -188,29 +188,35 @@ REFERENCES: dict[str, type[ReferenceTower]] = {"kimi_k25": KimiReference}
 """By model_type, where it is not ReferenceTower itself."""
 
 
+# By model_type: the module of the reference's models, and the tower's class. The reference has no Intern
+# models, whose code has the tower of Qwen3.5.
 QWEN_CLASSES = {
-    "qwen3_vl": "Qwen3VLVisionModel",
-    "qwen3_vl_moe": "Qwen3VLMoeVisionModel",
-    "qwen3_5": "Qwen3_5VisionModel",
-    "qwen3_5_moe": "Qwen3_5MoeVisionModel",
+    "qwen3_vl": ("qwen3_vl", "Qwen3VLVisionModel"),
+    "qwen3_vl_moe": ("qwen3_vl_moe", "Qwen3VLMoeVisionModel"),
+    "qwen3_5": ("qwen3_5", "Qwen3_5VisionModel"),
+    "qwen3_5_moe": ("qwen3_5_moe", "Qwen3_5MoeVisionModel"),
+    "qwen4_exp": ("qwen4_exp", "Qwen4ExpVisionModel"),
+    "qwen3_omni_moe": ("qwen3_omni_moe", "Qwen3OmniMoeVisionEncoder"),
+    "interns1_pro": ("qwen3_5", "Qwen3_5VisionModel"),
+    "intern_s2_preview": ("qwen3_5_moe", "Qwen3_5MoeVisionModel"),
 }
+PREFIXES = ("model.visual.", "thinker.visual.", "visual.")
 
 
 def _load_qwen(checkpoint: Path, config: dict[str, Any], dtype: torch.dtype) -> Any:
     """The tower alone, every published tensor under its own name, none left over."""
     import_reference()
-    model_type = config["model_type"]
-    modeling = importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}")
-    tower_class = getattr(modeling, QWEN_CLASSES[model_type])
+    module, name = QWEN_CLASSES[config["model_type"]]
+    modeling = importlib.import_module(f"transformers.models.{module}.modeling_{module}")
+    tower_class = getattr(modeling, name)
     # A dtype that the config states would round the weights before they are converted to ``dtype``.
-    vision = {
-        key: value for key, value in config["vision_config"].items() if key not in ("model_type", "dtype")
-    }
+    stated = config.get("thinker_config", config)["vision_config"]
+    vision = {key: value for key, value in stated.items() if key not in ("model_type", "dtype")}
     model = tower_class._from_config(tower_class.config_class(**vision), attn_implementation="sdpa")
     tensors: dict[str, torch.Tensor] = {}
     for file in sorted(checkpoint.glob("*.safetensors")):
         tensors |= load_file(file)
-    prefix = "model.visual." if any(name.startswith("model.visual.") for name in tensors) else "visual."
+    prefix = next(prefix for prefix in PREFIXES if any(name.startswith(prefix) for name in tensors))
     visual = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
     model.load_state_dict(visual, strict=True)
     return model.to(dtype)

@@ -12,6 +12,7 @@ from encoder_service.errors import UnsupportedCheckpoint
 from encoder_service.ingest.decode import DecodeLimits, Transparent
 from encoder_service.ingest.moonvit import moonvit_preprocessor
 from encoder_service.ingest.preprocessor import Build, Preprocessor
+from encoder_service.ingest.qwen3_omni import qwen3_omni_preprocessor
 from encoder_service.ingest.qwen_vl import qwen_vl_preprocessor
 from encoder_service.ingest.settings import read_settings_file, read_video_settings_file
 from encoder_service.ingest.video.source import ClipLimits
@@ -20,6 +21,10 @@ FAMILIES: Mapping[str, Build] = {
     "qwen3_vl": qwen_vl_preprocessor,
     "qwen3_5": qwen_vl_preprocessor,
     "kimi_k25": moonvit_preprocessor,
+    "qwen4_exp": qwen_vl_preprocessor,
+    "qwen3_omni_moe": qwen3_omni_preprocessor,
+    "interns1_pro": qwen_vl_preprocessor,
+    "intern_s2_preview": qwen_vl_preprocessor,
 }
 
 

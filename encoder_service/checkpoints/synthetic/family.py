@@ -27,12 +27,13 @@ class SyntheticFamily:
     set_sizes: writes the dimensions of a size into that file's content. settings: the folder of ``published``
     with the other files, of which families may share one. tokens: the special tokens in the order of their
     ids. has_vocabulary_files: with ``vocab.json``, ``merges.txt``, and the chat template in
-    ``tokenizer_config.json`` too. template_in_json: the chat template is in ``chat_template.json``.
+    ``tokenizer_config.json`` too. language: None if the language model's tensors are not made here.
+    template_in_json: the chat template is in ``chat_template.json``.
     """
 
     set_sizes: Callable[[dict[str, Any], str], None]
     settings: str
     tokens: tuple[str, ...]
-    language: LanguageTensors
+    language: LanguageTensors | None
     has_vocabulary_files: bool = True
     template_in_json: bool = False

@@ -29,6 +29,10 @@ SYNTHETIC: Mapping[str, SyntheticFamily] = {
     "qwen3_vl": qwen.QWEN3_VL,
     "qwen3_5": qwen.QWEN3_5,
     "kimi_k25": kimi.KIMI_K25,
+    "qwen4_exp": qwen.QWEN4_EXP,
+    "qwen3_omni_moe": qwen.QWEN3_OMNI,
+    "interns1_pro": qwen.INTERNS1_PRO,
+    "intern_s2_preview": qwen.INTERN_S2_PREVIEW,
 }
 
 

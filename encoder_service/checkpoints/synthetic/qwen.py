@@ -1,7 +1,8 @@
 """Sizes of the random checkpoints with Qwen's towers.
 
-Towers of size ``full`` have the published dimensions of Qwen3-VL-8B and Qwen3.5-9B. Language models are
-always small, but as wide as the tower's rows.
+Towers of size ``full`` have the published dimensions of Qwen3-VL-8B, Qwen3.5-9B, Qwen3.8-Flash-Next,
+Qwen3-Omni-30B-A3B, Intern-S1-Pro and Intern-S2-Preview. Language models are always small, but as wide as the
+tower's rows.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from encoder_service.checkpoints.synthetic.family import LanguageTensors, SyntheticFamily
-from encoder_service.checkpoints.synthetic.tokens import QWEN_TOKENS
+from encoder_service.checkpoints.synthetic.tokens import OMNI_TOKENS, QWEN_TOKENS
 
 TOWERS = {
     "tiny": {"depth": 4, "hidden_size": 64, "num_heads": 4, "intermediate_size": 160, "side": 16},
@@ -31,6 +32,14 @@ QWEN3_5_LANGUAGE_MODELS = {
     "small": (256, 8, 4, 2, 64, 768),
     "full": (4096, 2, 16, 4, 256, 4096),
 }
+# Of models whose every MLP is routed: half of an expert's width is a quarter of these.
+OMNI_LANGUAGE_MODELS = QWEN3_LANGUAGE_MODELS | {"full": (2048, 3, 32, 4, 128, 3072)}
+INTERN_S2_LANGUAGE_MODELS = QWEN3_5_LANGUAGE_MODELS | {"full": (2048, 2, 16, 2, 256, 2048)}
+QWEN4_EXP_LANGUAGE_MODELS = QWEN3_5_LANGUAGE_MODELS | {"full": (2560, 2, 24, 2, 256, 2560)}
+# Intern-S1-Pro's.
+INTERN_S1_TOWERS = TOWERS | {
+    "full": {"depth": 24, "hidden_size": 1024, "num_heads": 16, "intermediate_size": 4096, "side": 48}
+}
 # Number of rotary frequencies of the time, height and width axes, by half of the rotary dimension. The
 # interleaved layout requires that three times the number of the height or the width is at most that half plus
 # two.
@@ -48,6 +57,50 @@ def set_qwen3_5(config: dict[str, Any], size: str) -> None:
     set_language_model(config["text_config"], QWEN3_5_LANGUAGE_MODELS[size])
     set_linear_attention(config["text_config"], size)
     set_tower(config, size, [])
+
+
+def set_qwen3_omni(config: dict[str, Any], size: str) -> None:
+    thinker = config["thinker_config"]
+    text = thinker["text_config"]
+    set_language_model(text, OMNI_LANGUAGE_MODELS[size])
+    set_experts(text)
+    text["rope_scaling"]["mrope_section"] = list(MROPE_SECTIONS[text["head_dim"] // 2])
+    thinker["audio_config"]["output_dim"] = text["hidden_size"]
+    set_tower(thinker, size, DEEPSTACK_LEVELS[size])
+
+
+def set_interns1_pro(config: dict[str, Any], size: str) -> None:
+    """The published model has no deepstack levels, and does not name any."""
+    set_language_model(config["text_config"], QWEN3_LANGUAGE_MODELS[size])
+    set_experts(config["text_config"])
+    set_tower(config, size, [], INTERN_S1_TOWERS)
+    del config["vision_config"]["deepstack_visual_indexes"]
+
+
+def set_intern_s2_preview(config: dict[str, Any], size: str) -> None:
+    text = config["text_config"]
+    set_language_model(text, INTERN_S2_LANGUAGE_MODELS[size])
+    set_linear_attention(text, size)
+    set_experts(text)
+    text["shared_expert_intermediate_size"] = text.pop("intermediate_size")
+    set_tower(config, size, [])
+
+
+def set_qwen4_exp(config: dict[str, Any], size: str) -> None:
+    text = config["text_config"]
+    set_language_model(text, QWEN4_EXP_LANGUAGE_MODELS[size])
+    set_linear_attention(text, size)
+    set_experts(text)
+    text["shared_expert_intermediate_size"] = text.pop("intermediate_size")
+    text["ple_embed_dim"] = text["hidden_size"]
+    set_tower(config, size, [])
+
+
+def set_experts(text: dict[str, Any]) -> None:
+    """Every token uses all experts, in shares that the router gives it, so that no rounding of the rows picks
+    others."""
+    text["num_experts_per_tok"] = text["num_experts"]
+    text["moe_intermediate_size"] = text["intermediate_size"] // text["num_experts"]
 
 
 def set_language_model(text: dict[str, Any], sizes: tuple[int, int, int, int, int, int]) -> None:
@@ -71,9 +124,11 @@ def set_linear_attention(text: dict[str, Any], size: str) -> None:
     text["rope_parameters"]["mrope_section"] = list(MROPE_SECTIONS[head_dim // 8])
 
 
-def set_tower(config: dict[str, Any], size: str, levels: list[int]) -> None:
+def set_tower(
+    config: dict[str, Any], size: str, levels: list[int], towers: dict[str, dict[str, int]] = TOWERS
+) -> None:
     """levels: blocks after which a deepstack level is taken."""
-    tower = dict(TOWERS[size])
+    tower = dict(towers[size])
     tower["num_position_embeddings"] = tower.pop("side") ** 2
     config["vision_config"] |= {
         **tower,
@@ -91,6 +146,26 @@ QWEN3_VL = SyntheticFamily(
 )
 QWEN3_5 = SyntheticFamily(
     set_sizes=set_qwen3_5,
+    settings="qwen",
+    tokens=QWEN_TOKENS,
+    language=LanguageTensors("model.language_model", "lm_head", norm_mean=0.0),
+)
+QWEN4_EXP = SyntheticFamily(set_sizes=set_qwen4_exp, settings="qwen", tokens=QWEN_TOKENS, language=None)
+QWEN3_OMNI = SyntheticFamily(
+    set_sizes=set_qwen3_omni,
+    settings="qwen3_omni_moe",
+    tokens=OMNI_TOKENS,
+    language=LanguageTensors("thinker.model", "thinker.lm_head"),
+    template_in_json=True,
+)
+INTERNS1_PRO = SyntheticFamily(
+    set_sizes=set_interns1_pro,
+    settings="qwen",
+    tokens=QWEN_TOKENS,
+    language=LanguageTensors("model.language_model", "lm_head"),
+)
+INTERN_S2_PREVIEW = SyntheticFamily(
+    set_sizes=set_intern_s2_preview,
     settings="qwen",
     tokens=QWEN_TOKENS,
     language=LanguageTensors("model.language_model", "lm_head", norm_mean=0.0),

@@ -27,13 +27,15 @@ def make_checkpoint(out: Path, family: str, size: str, seed: int, with_lm: bool 
     do not depend on ``with_lm``. Without a language model, the directory is enough to serve a tower; with
     one, the reference package can load all of it. The directory appears complete or not at all.
 
-    Raises ConfigurationError for an unknown family or size, and if ``out`` exists and is not an empty
-    directory.
+    Raises ConfigurationError for an unknown family or size, if ``out`` exists and is not an empty directory,
+    and for a language model that is not made here.
     """
-    config = config_for(family, size)
+    config, tensors = config_for(family, size), SYNTHETIC[family].language
+    if with_lm and tensors is None:
+        raise ConfigurationError(f"the language model of {family} is not made here: leave --with-lm out")
     _check_vacant(out)
     vision = list(vision_layout(config))
-    language = list(language_layout(config, SYNTHETIC[family].language)) if with_lm else []
+    language = list(language_layout(config, tensors)) if with_lm and tensors else []
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".partial", dir=out.parent))
     try:

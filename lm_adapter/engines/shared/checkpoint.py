@@ -18,12 +18,14 @@ from lm_adapter.prefill.placeholders import PromptItem, prompt_item
 
 class _Family(NamedTuple):
     """name: the tower's family, as the encoder names it. merges_time: an item's frames are averaged into one
-    set of rows. uses_mrope: positions have three axes."""
+    set of rows. uses_mrope: positions have three axes. section: of config.json, that states what the file
+    states of other models."""
 
     name: str
     merges_time: bool = False
     uses_mrope: bool = True
     has_deepstack: bool = False
+    section: str = ""
 
 
 _FAMILIES = {
@@ -31,6 +33,10 @@ _FAMILIES = {
     "qwen3_vl_moe": _Family("qwen3_vl", has_deepstack=True),
     "qwen3_5": _Family("qwen3_5"),
     "qwen3_5_moe": _Family("qwen3_5"),
+    "qwen4_exp": _Family("qwen4_exp", has_deepstack=True),
+    "qwen3_omni_moe": _Family("qwen3_omni_moe", has_deepstack=True, section="thinker_config"),
+    "interns1_pro": _Family("interns1_pro", uses_mrope=False, has_deepstack=True),
+    "intern_s2_preview": _Family("intern_s2_preview"),
     "kimi_k25": _Family("kimi_k25", merges_time=True, uses_mrope=False),
 }
 """By config.json's model_type."""
@@ -90,6 +96,8 @@ def vision_interface(config: Mapping[str, Any]) -> VisionInterface:
             reason="CHECKPOINT",
         )
     family = _FAMILIES[model_type]
+    if family.section:
+        config = config.get(family.section, {})
     vision = config.get("vision_config", {})
     image_id = config.get("image_token_id", config.get("media_placeholder_token_id"))
     merge = vision.get("spatial_merge_size") or vision.get("merge_kernel_size", (2, 2))[0]
@@ -98,7 +106,7 @@ def vision_interface(config: Mapping[str, Any]) -> VisionInterface:
             "config.json names no placeholder: neither image_token_id nor media_placeholder_token_id",
             reason="CHECKPOINT",
         )
-    levels = vision.get("deepstack_visual_indexes", ()) if family.has_deepstack else ()
+    levels = vision.get("deepstack_visual_indexes") or () if family.has_deepstack else ()
     return VisionInterface(
         model_type=model_type,
         family=family.name,
