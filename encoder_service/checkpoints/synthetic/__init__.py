@@ -7,13 +7,14 @@ it to serve a real checkpoint.
 """
 
 from encoder_service.checkpoints.families import FAMILIES
-from encoder_service.checkpoints.synthetic.files import SIZES, config_for, small_files
+from encoder_service.checkpoints.synthetic.files import SIZES, WITH_LANGUAGE_MODEL, config_for, small_files
 from encoder_service.checkpoints.synthetic.tensors import TensorSpec, draw, vision_layout
 from encoder_service.checkpoints.synthetic.writer import make_checkpoint
 
 __all__ = [
     "FAMILIES",
     "SIZES",
+    "WITH_LANGUAGE_MODEL",
     "TensorSpec",
     "config_for",
     "draw",

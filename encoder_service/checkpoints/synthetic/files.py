@@ -34,6 +34,8 @@ SYNTHETIC: Mapping[str, SyntheticFamily] = {
     "interns1_pro": qwen.INTERNS1_PRO,
     "intern_s2_preview": qwen.INTERN_S2_PREVIEW,
 }
+# With ``--with-lm``.
+WITH_LANGUAGE_MODEL: tuple[str, ...] = tuple(name for name in FAMILIES if SYNTHETIC[name].language)
 
 
 def config_for(family: str, size: str) -> dict[str, Any]:

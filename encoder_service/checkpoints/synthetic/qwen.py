@@ -67,6 +67,9 @@ def set_qwen3_omni(config: dict[str, Any], size: str) -> None:
     text["rope_scaling"]["mrope_section"] = list(MROPE_SECTIONS[text["head_dim"] // 2])
     thinker["audio_config"]["output_dim"] = text["hidden_size"]
     set_tower(thinker, size, DEEPSTACK_LEVELS[size])
+    vision = thinker["vision_config"]
+    # Of which engines derive the learned table's side.
+    vision["image_size"] = TOWERS[size]["side"] * vision["patch_size"]
 
 
 def set_interns1_pro(config: dict[str, Any], size: str) -> None:

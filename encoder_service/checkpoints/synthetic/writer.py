@@ -13,7 +13,12 @@ from pathlib import Path
 
 from safetensors.torch import save_file
 
-from encoder_service.checkpoints.synthetic.files import SYNTHETIC, config_for, small_files
+from encoder_service.checkpoints.synthetic.files import (
+    SYNTHETIC,
+    WITH_LANGUAGE_MODEL,
+    config_for,
+    small_files,
+)
 from encoder_service.checkpoints.synthetic.tensors import TensorSpec, draw, language_layout, vision_layout
 from encoder_service.errors import ConfigurationError
 
@@ -32,7 +37,10 @@ def make_checkpoint(out: Path, family: str, size: str, seed: int, with_lm: bool 
     """
     config, tensors = config_for(family, size), SYNTHETIC[family].language
     if with_lm and tensors is None:
-        raise ConfigurationError(f"the language model of {family} is not made here: leave --with-lm out")
+        raise ConfigurationError(
+            f"the language model of {family} is not made here, those of {', '.join(WITH_LANGUAGE_MODEL)} are: "
+            "leave --with-lm out"
+        )
     _check_vacant(out)
     vision = list(vision_layout(config))
     language = list(language_layout(config, tensors)) if with_lm and tensors else []

@@ -15,14 +15,22 @@ SERVED: Mapping[str, str] = {
     "Qwen3_5ForConditionalGeneration": "qwen3_5",
     "Qwen3_5MoeForConditionalGeneration": "qwen3_5",
     "KimiK25ForConditionalGeneration": "kimi_k25",
+    "Qwen4ExpForConditionalGeneration": "qwen4_exp",
+    "Qwen3OmniMoeForConditionalGeneration": "qwen3_omni_moe",
+    "InternS1ProForConditionalGeneration": "interns1pro",
+    "InternS2PreviewForConditionalGeneration": "interns2preview",
 }
 """A model's class -> its module in ``sglang.srt.models``."""
 TOWERS: Mapping[str, tuple[str, ...]] = {
     "qwen3_vl": ("Qwen3VLMoeVisionModel",),
     "kimi_k25": ("MoonViT3dPretrainedModel", "K2VLMultiModalProjector"),
+    "qwen3_omni_moe": ("Qwen3OmniMoeVisionEncoder", "Qwen3OmniMoeAudioEncoder"),
 }
 """Module -> the names in it by which constructors of models find their tower."""
-TOWER_PREFIXES = ("model.visual.", "visual.", "vision_tower.", "mm_projector.")
+TOWER_PREFIXES = (
+    *("model.visual.", "visual.", "vision_tower.", "mm_projector."),
+    *("thinker.visual.", "thinker.audio_tower."),
+)
 """Published names of the towers' tensors."""
 KIMI_GRIDS = ("kimi_k25",)
 """model_type of the models whose images keep their size up to a budget of patches. All others round sides to

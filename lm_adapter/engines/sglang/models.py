@@ -66,6 +66,20 @@ def _rows_to_host(items: list[Any]) -> None:
     mm_schedule.host_offload_event.record(stream)
 
 
+def _then_rows_to_host(forward: Any) -> Any:
+    """A model's ``forward``, after which the rows that it used leave the GPU."""
+
+    @functools.wraps(forward)
+    def wrapped(input_ids: Any, positions: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
+        # Read first, because SGLang clears ``mm_inputs`` while it computes embeddings.
+        inputs = [entry for entry in forward_batch.mm_inputs or () if entry is not None]
+        out = forward(input_ids, positions, forward_batch, *args, **kwargs)
+        _rows_to_host([item for entry in inputs for item in entry.mm_items])
+        return out
+
+    return wrapped
+
+
 def without_tower(parent: Any) -> type:
     """A subclass of the model class ``parent`` whose tower is neither built nor loaded."""
 
@@ -78,22 +92,14 @@ def without_tower(parent: Any) -> type:
             importlib.import_module(f"{PACKAGE}.processors")
             with _towers_left_out():
                 super().__init__(*args, **kwargs)
+            # Of the instance, because some models of SGLang set theirs there too.
+            self.forward = _then_rows_to_host(self.forward)
             num_parameters = sum(parameter.numel() for parameter in self.parameters())
             logger.info("%s is built without a vision tower: %d parameters", parent.__name__, num_parameters)
 
         def load_weights(self, weights: Iterable[tuple[str, Any]], *args: Any, **kwargs: Any) -> Any:
             language_weights = (pair for pair in weights if not pair[0].startswith(TOWER_PREFIXES))
             return super().load_weights(language_weights, *args, **kwargs)
-
-        @functools.wraps(parent.forward)
-        def forward(
-            self, input_ids: Any, positions: Any, forward_batch: Any, *args: Any, **kwargs: Any
-        ) -> Any:
-            # Read first, because SGLang clears ``mm_inputs`` while it computes embeddings.
-            inputs = [entry for entry in forward_batch.mm_inputs or () if entry is not None]
-            out = super().forward(input_ids, positions, forward_batch, *args, **kwargs)
-            _rows_to_host([item for entry in inputs for item in entry.mm_items])
-            return out
 
     # SGLang finds a model by the name of its class.
     WithoutTower.__name__ = WithoutTower.__qualname__ = parent.__name__

@@ -120,7 +120,7 @@ class FileProcessor(BaseMultimodalProcessor):  # type: ignore[misc]
         if not isinstance(input_text, str):
             return list(input_text)
         image_text = self._placeholder
-        if self._interface.uses_mrope:
+        if self._interface.model_type not in KIMI_GRIDS:
             image_text = f"<|vision_start|>{image_text}<|vision_end|>"
         ids: list[int] = self._tokenizer.encode(with_placeholders(input_text, self._placeholder, image_text))
         return ids
@@ -223,7 +223,7 @@ def grid_rule(interface: VisionInterface, hf_config: Any, processor: Any) -> Cal
         # ``media_processor`` in the published code's processor, ``image_processor`` in that of transformers.
         media_processor = getattr(processor, "media_processor", None) or processor.image_processor
         return _kimi_rule(media_processor.media_proc_cfg)
-    patch_size = hf_config.vision_config.patch_size
+    patch_size = getattr(hf_config, "thinker_config", hf_config).vision_config.patch_size
     size = processor.image_processor.size
 
     def rule(image: ImageFile) -> Grid:

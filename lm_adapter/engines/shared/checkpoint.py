@@ -18,13 +18,15 @@ from lm_adapter.prefill.placeholders import PromptItem, prompt_item
 
 class _Family(NamedTuple):
     """name: the tower's family, as the encoder names it. merges_time: an item's frames are averaged into one
-    set of rows. uses_mrope: positions have three axes. section: of config.json, that states what the file
+    set of rows. uses_mrope: positions have three axes. has_timestamps: a clip's frames have texts between
+    them. section: of config.json, that states what the file
     states of other models."""
 
     name: str
     merges_time: bool = False
     uses_mrope: bool = True
     has_deepstack: bool = False
+    has_timestamps: bool = True
     section: str = ""
 
 
@@ -34,7 +36,9 @@ _FAMILIES = {
     "qwen3_5": _Family("qwen3_5"),
     "qwen3_5_moe": _Family("qwen3_5"),
     "qwen4_exp": _Family("qwen4_exp", has_deepstack=True),
-    "qwen3_omni_moe": _Family("qwen3_omni_moe", has_deepstack=True, section="thinker_config"),
+    "qwen3_omni_moe": _Family(
+        "qwen3_omni_moe", has_deepstack=True, has_timestamps=False, section="thinker_config"
+    ),
     "interns1_pro": _Family("interns1_pro", uses_mrope=False, has_deepstack=True),
     "intern_s2_preview": _Family("intern_s2_preview"),
     "kimi_k25": _Family("kimi_k25", merges_time=True, uses_mrope=False),
@@ -55,6 +59,7 @@ class VisionInterface:
     merges_time: bool
     uses_mrope: bool
     num_deepstack_levels: int
+    has_timestamps: bool = True
 
     @property
     def placeholder_ids(self) -> tuple[int, int]:
@@ -68,6 +73,7 @@ class VisionInterface:
             merge_size=self.merge_size,
             modality=modality,
             merges_time=self.merges_time,
+            has_timestamps=self.has_timestamps,
         )
 
 
@@ -116,4 +122,5 @@ def vision_interface(config: Mapping[str, Any]) -> VisionInterface:
         merges_time=family.merges_time,
         uses_mrope=family.uses_mrope,
         num_deepstack_levels=len(levels),
+        has_timestamps=family.has_timestamps,
     )

@@ -23,10 +23,12 @@ logger = logging.getLogger("vllm.vision_encoder")
 
 class Model(NamedTuple):
     """module: of vLLM's class, in ``vllm.model_executor.models`` unless it begins with ``vllm.``. processor:
-    the module of ``api_server`` whose ``factories`` make its processor."""
+    the module of ``api_server`` whose ``factories`` make its processor. name: of vLLM's class, where it is
+    not the architecture."""
 
     module: str
     processor: str = "processor"
+    name: str = ""
 
 
 ARCHITECTURES = {
@@ -34,6 +36,12 @@ ARCHITECTURES = {
     "Qwen3VLMoeForConditionalGeneration": Model("qwen3_vl_moe"),
     "Qwen3_5ForConditionalGeneration": Model("qwen3_5"),
     "Qwen3_5MoeForConditionalGeneration": Model("qwen3_5"),
+    "Qwen4ExpForConditionalGeneration": Model("vllm.models.qwen4_exp"),
+    "Qwen3OmniMoeForConditionalGeneration": Model(
+        "qwen3_omni_moe_thinker", "qwen3_omni", "Qwen3OmniMoeThinkerForConditionalGeneration"
+    ),
+    "InternS1ProForConditionalGeneration": Model("interns1_pro"),
+    "InternS2PreviewForConditionalGeneration": Model("interns2_preview"),
     "KimiK25ForConditionalGeneration": Model("kimi_k25", "kimi"),
 }
 """By architecture. The class here has the architecture's name."""
@@ -114,13 +122,14 @@ def _build(architecture: str) -> type:
     """The class without its tower, with its processor registered."""
     from vllm.multimodal import MULTIMODAL_REGISTRY
 
-    module, processor = ARCHITECTURES[architecture]
+    module, processor, name = ARCHITECTURES[architecture]
+    name = name or architecture
     is_absolute = module.startswith("vllm.")
     theirs = importlib.import_module(module if is_absolute else f"vllm.model_executor.models.{module}")
     ours = importlib.import_module(f"lm_adapter.engines.vllm.api_server.{processor}")
-    files, info, dummy_inputs = ours.factories(theirs, architecture)
+    files, info, dummy_inputs = ours.factories(theirs, name)
     register = MULTIMODAL_REGISTRY.register_processor(files, info=info, dummy_inputs=dummy_inputs)
-    model: type = register(without_tower(getattr(theirs, architecture)))
+    model: type = register(without_tower(getattr(theirs, name)))
     # vLLM tells models apart by the names of their classes.
     model.__module__, model.__qualname__, model.__name__ = __name__, architecture, architecture
     return model

@@ -96,7 +96,7 @@ class KimiFileProcessor(theirs.KimiK25MultiModalProcessor):  # type: ignore[misc
         return [PromptReplacement(modality=CHUNK, target=[token_id], replacement=placeholders)]
 
 
-def factories(_theirs: Any, _architecture: str) -> tuple[Factory, Factory, Factory]:
+def factories(_theirs: Any, _name: str) -> tuple[Factory, Factory, Factory]:
     """Factories of processor, ProcessingInfo and dummy inputs. Arguments as in ``processor``."""
     return (
         choice(KimiFileProcessor, theirs.KimiK25MultiModalProcessor),
