@@ -20,6 +20,9 @@ TOWERS = {
 # The language model has at least one layer per deepstack level, so that every level influences the logits.
 DEEPSTACK_LEVELS = {"tiny": [1, 2], "small": [1, 3, 5], "full": [8, 16, 24]}
 
+# SGLang takes three of mixture-of-experts models.
+OMNI_DEEPSTACK_LEVELS = DEEPSTACK_LEVELS | {"tiny": [1, 2, 3]}
+
 # Hidden size, layers, heads, key-value heads, head dim, intermediate size.
 QWEN3_LANGUAGE_MODELS = {
     "tiny": (64, 4, 4, 2, 32, 128),
@@ -66,7 +69,7 @@ def set_qwen3_omni(config: dict[str, Any], size: str) -> None:
     set_experts(text)
     text["rope_scaling"]["mrope_section"] = list(MROPE_SECTIONS[text["head_dim"] // 2])
     thinker["audio_config"]["output_dim"] = text["hidden_size"]
-    set_tower(thinker, size, DEEPSTACK_LEVELS[size])
+    set_tower(thinker, size, OMNI_DEEPSTACK_LEVELS[size])
     vision = thinker["vision_config"]
     # Of which engines derive the learned table's side.
     vision["image_size"] = TOWERS[size]["side"] * vision["patch_size"]

@@ -37,9 +37,9 @@ def make_checkpoint(out: Path, family: str, size: str, seed: int, with_lm: bool 
     """
     config, tensors = config_for(family, size), SYNTHETIC[family].language
     if with_lm and tensors is None:
+        known = ", ".join(WITH_LANGUAGE_MODEL)
         raise ConfigurationError(
-            f"the language model of {family} is not made here, those of {', '.join(WITH_LANGUAGE_MODEL)} are: "
-            "leave --with-lm out"
+            f"the language model of {family} is not made here, those of {known} are: leave --with-lm out"
         )
     _check_vacant(out)
     vision = list(vision_layout(config))

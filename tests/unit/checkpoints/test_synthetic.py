@@ -43,7 +43,7 @@ def test_unknown_family_and_size_are_refused_with_the_known_ones(tmp_path: Path)
 
 
 def test_a_language_model_that_is_not_made_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="of qwen4_exp is not made here.*leave --with-lm out"):
+    with pytest.raises(ConfigurationError, match=r"of qwen4_exp is not made here.*leave --with-lm out"):
         make_checkpoint(tmp_path / "out", "qwen4_exp", "tiny", seed=0, with_lm=True)
     assert list(tmp_path.iterdir()) == []
 
