@@ -13,13 +13,12 @@ import torch
 from PIL import Image
 
 from bench.harness.reference import ReferenceTower
-from encoder_service.checkpoints.synthetic import make_checkpoint
+from encoder_service.checkpoints.synthetic import FAMILIES, make_checkpoint
 from encoder_service.ingest.decode import DecodeLimits
 from encoder_service.ingest.registry import load_preprocessor
 from encoder_service.towers.registry import load_tower
 from encoder_service.types import FrameItem, PreprocessOptions
 from lm_adapter import CacheTier, EncodedRows, ImageItem, VisionEncoderClient
-from tests.families import REPRESENTATIVE
 from tests.integration.conftest import running
 from tests.parity.tower_cases import errors
 from tests.unit.store.integrity import check_store
@@ -33,7 +32,7 @@ LIMITS = DecodeLimits(1 << 26, 1 << 26)
 BFLOAT16_RELATIVE = 3e-2
 
 
-@pytest.fixture(scope="module", params=REPRESENTATIVE)
+@pytest.fixture(scope="module", params=FAMILIES)
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     path = tmp_path_factory.mktemp("full") / request.param
     make_checkpoint(path, request.param, "full", 11)

@@ -17,10 +17,10 @@ SERVED: Mapping[str, str] = {
     "KimiK25ForConditionalGeneration": "kimi_k25",
     "Qwen4ExpForConditionalGeneration": "qwen4_exp",
     "Qwen3OmniMoeForConditionalGeneration": "qwen3_omni_moe",
-    "InternS1ProForConditionalGeneration": "interns1pro",
     "InternS2PreviewForConditionalGeneration": "interns2preview",
 }
-"""A model's class -> its module in ``sglang.srt.models``."""
+"""A model's class -> its module in ``sglang.srt.models``. Intern-S1-Pro is not among them: SGLang 0.5.23
+cannot build its class (``InternS1ProTextDecoderLayer`` does not take ``start_layer``)."""
 TOWERS: Mapping[str, tuple[str, ...]] = {
     "qwen3_vl": ("Qwen3VLMoeVisionModel",),
     "kimi_k25": ("MoonViT3dPretrainedModel", "K2VLMultiModalProjector"),
