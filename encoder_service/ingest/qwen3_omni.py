@@ -31,17 +31,18 @@ def omni_indices(
     num_source_frames: int, source_fps: float, *, fps: float, min_frames: int, max_frames: int, temporal: int
 ) -> list[int]:
     """Indices of frames at equal steps from the first: as many as ``fps`` asks for within the bounds, at most
-    all, and a multiple of ``temporal`` (``Qwen2VLVideoProcessor.sample_frames``). A clip with fewer frames
-    than ``temporal``, which the reference refuses, is taken whole. num_source_frames: at least 1."""
+    all, and a multiple of ``temporal``, or one more (``Qwen2VLVideoProcessor.sample_frames``). A clip with
+    fewer frames than ``temporal``, which the reference refuses, is taken whole. num_source_frames: at least
+    1."""
     most = min(max_frames, num_source_frames) // temporal * temporal
     count = min(max(num_source_frames / source_fps * fps, min_frames), most)
     count = int(count / temporal) * temporal
     if not count:
         return list(range(num_source_frames))
-    # In float32, as the reference.
-    steps = torch.arange(0, num_source_frames, num_source_frames / count)
-    indices: list[int] = steps.int().tolist()[:count]
-    return indices
+    # In float32 and with one step more where the last rounds down, as the reference; a step onto the end,
+    # where there is no frame, is left out.
+    steps: list[int] = torch.arange(0, num_source_frames, num_source_frames / count).int().tolist()
+    return [index for index in steps if index < num_source_frames]
 
 
 class OmniClips(QwenClips):

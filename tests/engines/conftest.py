@@ -141,9 +141,9 @@ def stack(
     folder = tmp_path_factory.mktemp("stack")
     checkpoint = write_checkpoint(folder / "checkpoint", family, with_tower=False)
     before = encoder.num_asked()
-    arguments = (*TOOL_ARGUMENTS, *LIMITS)
+    arguments = [*TOOL_ARGUMENTS, *LIMITS]
     if "trust_remote_code" in ENGINE_OPTIONS.get(family, ()):
-        arguments += ("--trust-remote-code",)
+        arguments.append("--trust-remote-code")
     with Stack(encoder, checkpoint, DTYPES[family], folder, arguments=arguments) as running:
         assert encoder.num_asked() == before
         running.answer(with_pixels(CASES[0], [picture(random.getrandbits(32))]))

@@ -93,7 +93,8 @@ def without_tower(parent: Any) -> type:
             with _towers_left_out():
                 super().__init__(*args, **kwargs)
             # Of the instance, because some models of SGLang set theirs there too.
-            self.forward = _then_rows_to_host(self.forward)
+            instance: Any = self
+            instance.forward = _then_rows_to_host(instance.forward)
             num_parameters = sum(parameter.numel() for parameter in self.parameters())
             logger.info("%s is built without a vision tower: %d parameters", parent.__name__, num_parameters)
 
