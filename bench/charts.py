@@ -101,7 +101,7 @@ def draw_towers(figure: Any, result: dict[str, Any]) -> str:
     """Time relative to the floor, and rate against patches. The floor of a case is the time of its useful
     work at the rate that the same run measured for one large matrix product."""
     records = [one for one in result["records"] if one["variant"] in VARIANT_STYLES]
-    families = [family for family in FAMILIES if any(one["family"] == family for one in records)]
+    families = list(dict.fromkeys(one["family"] for one in records))
     if not families:
         raise NoChart(f"{len(result['records'])} records, none of {', '.join(VARIANT_STYLES)}")
     variants = [variant for variant in VARIANT_STYLES if any(one["variant"] == variant for one in records)]
@@ -143,7 +143,9 @@ def tower_times(
     axes.set_xticks(range(len(cases)), cases)
     axes.set_ylabel("time / floor")
     axes.set_title(
-        f"{FAMILIES[family]}: time over useful work at {limit_tflops:.3g} TFLOP/s", loc="left", pad=14
+        f"{FAMILIES.get(family, family)}: time over useful work at {limit_tflops:.3g} TFLOP/s",
+        loc="left",
+        pad=14,
     )
     tidy(axes)
 
@@ -162,7 +164,7 @@ def tower_rates(
     axes.set_ylim(0, None)
     axes.set_xlabel("patches of the batch")
     axes.set_ylabel("useful TFLOP/s")
-    axes.set_title(f"{FAMILIES[family]}: rate (one large product, dashed)", loc="left", pad=14)
+    axes.set_title(f"{FAMILIES.get(family, family)}: rate (one large product, dashed)", loc="left", pad=14)
     tidy(axes)
 
 

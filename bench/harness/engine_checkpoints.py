@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from encoder_service.checkpoints.synthetic import make_checkpoint
 
-TOWER_PREFIXES = ("model.visual.", "vision_tower.", "mm_projector.")
+TOWER_PREFIXES = ("model.visual.", "thinker.visual.", "vision_tower.", "mm_projector.")
 INDEX = "model.safetensors.index.json"
 MIXTURES = ("qwen3_vl_moe", "qwen3_5_moe")
 """Families whose MLPs have experts, of the dense families without the ending."""
@@ -32,20 +32,21 @@ Tensors = dict[str, torch.Tensor]
 
 def write_checkpoint(out: Path, family: str, *, size: str = "tiny", with_tower: bool = True) -> Path:
     """A small model in the published layout. with_tower: False leaves the tower's tensors out."""
-    make_checkpoint(out, family.removesuffix("_moe"), size, seed=3, with_lm=True)
+    dense = family.removesuffix("_moe") if family in MIXTURES else family
+    make_checkpoint(out, dense, size, seed=3, with_lm=True)
     if family in MIXTURES:
         _mix_experts(out, family)
-    if family == "kimi_k25":
-        _respell(out / "config.json")
-        _settle_experts(out)
+    for change in FOR_ENGINES.get(family, ()):
+        change(out)
     if not with_tower:
         _drop_tower(out)
     return out
 
 
-def _respell(path: Path) -> None:
+def _respell(folder: Path) -> None:
     """vLLM takes the reference's config class, which keeps its defaults (the real sizes) where it meets the
     published spelling. The encoder reads either."""
+    path = folder / "config.json"
     config = json.loads(path.read_text())
     vision = config["vision_config"]
     vision |= {own: vision[published] for published, own in KIMI_SPELLING.items()}
@@ -128,3 +129,46 @@ def _edit(folder: Path, change: Callable[[Tensors], Tensors]) -> None:
             save_file(kept, path, metadata={"format": "pt"})
             weight_map |= dict.fromkeys(kept, path.name)
     (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+INTERN_CONFIGURATION = """from transformers import PretrainedConfig, {text}
+
+class InternTextConfig({text}):
+    model_type = "{model_type}_text"
+
+class InternVisionConfig(PretrainedConfig):
+    model_type = "{model_type}_vision"
+    base_config_key = "vision_config"
+
+class InternConfig(PretrainedConfig):
+    model_type = "{model_type}"
+    sub_configs = {{"vision_config": InternVisionConfig, "text_config": InternTextConfig}}
+
+    def __init__(self, text_config=None, vision_config=None, **kwargs):
+        self.text_config = InternTextConfig(**(text_config or {{}}))
+        self.vision_config = InternVisionConfig(**(vision_config or {{}}))
+        super().__init__(**kwargs)
+"""
+
+
+def _with_configuration(text: str) -> Callable[[Path], None]:
+    """The published folder has the class of its config.json, because the reference has none. text: the
+    reference's class of the language model. Its processor class is of the same names as Qwen3-VL's."""
+
+    def write(folder: Path) -> None:
+        path = folder / "config.json"
+        config = json.loads(path.read_text())
+        code = INTERN_CONFIGURATION.format(text=text, model_type=config["model_type"])
+        (folder / "configuration_intern.py").write_text(code)
+        config["auto_map"] = {"AutoConfig": "configuration_intern.InternConfig"}
+        path.write_text(json.dumps(config))
+
+    return write
+
+
+FOR_ENGINES: dict[str, tuple[Callable[[Path], None], ...]] = {
+    "kimi_k25": (_respell, _settle_experts),
+    "interns1_pro": (_with_configuration("Qwen3MoeConfig"),),
+    "intern_s2_preview": (_with_configuration("Qwen3_5MoeTextConfig"),),
+}
+"""What engines need changed in the whole checkpoint of a family."""

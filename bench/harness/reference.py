@@ -66,27 +66,31 @@ def register_varlen_attention(name: str, kernel: VarlenKernel) -> None:
 class ReferenceTower:
     """The reference's vision tower of one checkpoint, in the published layout, with its own projector.
 
-    Qwen's tower takes the published names as they are; Kimi's goes through the reference's own conversion
-    of published weights. A tiny language model stands in where the reference insists on one.
+    ``ReferenceTower(checkpoint, ...)`` makes one of the class that ``REFERENCES`` has for the model_type. The
+    class here is of towers whose published names the reference takes as they are.
+
+    merges_time: an item's frames attend to each other and become one set of rows.
     """
+
+    merges_time = False
+
+    def __new__(cls, checkpoint: Path, **_options: Any) -> ReferenceTower:
+        model_type = json.loads((checkpoint / "config.json").read_text())["model_type"]
+        return super().__new__(REFERENCES.get(model_type, ReferenceTower))
 
     def __init__(self, checkpoint: Path, *, device: torch.device, dtype: torch.dtype) -> None:
         config = json.loads((checkpoint / "config.json").read_text())
         self._device = device
         self._dtype = dtype
-        self._is_kimi = config["model_type"] == "kimi_k25"
-        self._model = (
-            _load_kimi(checkpoint, config, dtype) if self._is_kimi else _load_qwen(checkpoint, config, dtype)
-        )
-        self._model = self._model.to(device).eval().requires_grad_(False)
+        self._model = self.load(checkpoint, config, dtype).to(device).eval().requires_grad_(False)
 
     def rows(self, pixel_values: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
-        """[R, D * (1 + L)] of a batch. pixel_values: [P, patch_dim]. The reference's Kimi tower cannot mix
+        """[R, D * (1 + L)] of a batch. pixel_values: [P, patch_dim]. A reference that merges time cannot mix
         numbers of frames in one call, so that such batches go item by item."""
         pixels = pixel_values.to(self._device, self._dtype)
         # Convolutions default to TF32 on CUDA, which would hide errors of a thousand times the target.
         with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
-            if self._is_kimi and len({grid.t for grid in grids}) > 1:
+            if self.merges_time and len({grid.t for grid in grids}) > 1:
                 parts = pixels.split([grid.num_patches for grid in grids])
                 return torch.cat(
                     [
@@ -98,15 +102,34 @@ class ReferenceTower:
 
     def use_attention(self, name: str) -> None:
         """The attention of the calls that follow: "sdpa", or what ``register_varlen_attention`` was given."""
-        self._tower.config._attn_implementation = name
+        self.tower.config._attn_implementation = name
 
     def tables(self, grids: Sequence[Grid]) -> dict[str, Any]:
         """What the reference's forward makes of the grids, with reads of device values by the host, made
         beforehand by its own functions: keyword arguments of ``forward``, on the device."""
+        return self._tables(self._grid_thw(grids), self.tower, self.tower.config.spatial_merge_size)
+
+    def forward(
+        self, pixels: torch.Tensor, *, grid_thw: torch.Tensor, **tables: torch.Tensor | int
+    ) -> torch.Tensor:
+        """[R, D * (1 + L)] of pixels [P, patch_dim] in the model's dtype, on its device. With all of
+        ``tables`` and an attention that takes cu_seqlens, the host reads no value of the device."""
+        output = self._model(pixels, grid_thw=grid_thw, **tables)
+        levels = getattr(output, "deepstack_features", None) or []
+        return torch.cat([output.pooler_output, *levels], dim=-1)
+
+    def load(self, checkpoint: Path, config: dict[str, Any], dtype: torch.dtype) -> Any:
+        """The model, on the host."""
+        return _load_qwen(checkpoint, config, dtype)
+
+    @property
+    def tower(self) -> Any:
+        """The part of the model that has blocks."""
+        return self._model
+
+    def _tables(self, grid_thw: torch.Tensor, interpolation: Any, merge_size: int) -> dict[str, Any]:
+        """interpolation: the module that has the learned positions."""
         vision = importlib.import_module("transformers.vision_utils")
-        tower, grid_thw = self._tower, self._grid_thw(grids)
-        interpolation = tower.patch_embed.pos_emb if self._is_kimi else tower
-        merge_size = 1 if self._is_kimi else tower.config.spatial_merge_size
         indices, weights = vision.get_vision_interpolation_indices_and_weights(
             grid_thw,
             interpolation.num_grid_per_side,
@@ -114,8 +137,8 @@ class ReferenceTower:
             align_corners=interpolation.interpolation_align_corners,
             spatial_merge_size=merge_size,
         )
-        cu_seqlens = vision.get_vision_cu_seqlens(grid_thw, merge_temporal=self._is_kimi)
-        tables = {
+        cu_seqlens = vision.get_vision_cu_seqlens(grid_thw, merge_temporal=self.merges_time)
+        return {
             "grid_thw": grid_thw,
             "interp_indices": indices,
             "interp_weights": weights,
@@ -123,62 +146,77 @@ class ReferenceTower:
             "cu_seqlens": cu_seqlens,
             "max_seqlen": int(cu_seqlens.diff().max()),
         }
-        if self._is_kimi:
-            modeling = sys.modules[type(tower).__module__]
-            tables["frame_index"] = modeling.get_vision_frame_index(grid_thw)
-            tables["temporal_merge_index"] = modeling.get_vision_temporal_merge_index(
-                grid_thw, *tower.merge_kernel_size
-            )
-        return tables
-
-    def forward(
-        self, pixels: torch.Tensor, *, grid_thw: torch.Tensor, **tables: torch.Tensor | int
-    ) -> torch.Tensor:
-        """[R, D * (1 + L)] of pixels [P, patch_dim] in the model's dtype, on its device. With all of
-        ``tables`` and an attention that takes cu_seqlens, the host reads no value of the device."""
-        rows: torch.Tensor
-        if self._is_kimi:
-            side = int((pixels.shape[1] // 3) ** 0.5)
-            frames = pixels.view(-1, 3, side, side)
-            pooled = self._model.vision_tower(frames, grid_thw=grid_thw, **tables).pooler_output
-            rows = self._model.mm_projector(pooled).squeeze(1)
-            return rows
-        output = self._model(pixels, grid_thw=grid_thw, **tables)
-        levels = getattr(output, "deepstack_features", None) or []
-        rows = torch.cat([output.pooler_output, *levels], dim=-1)
-        return rows
-
-    @property
-    def _tower(self) -> Any:
-        return self._model.vision_tower if self._is_kimi else self._model
 
     def _grid_thw(self, grids: Sequence[Grid]) -> torch.Tensor:
         return torch.tensor([list(grid) for grid in grids], device=self._device)
 
 
+class KimiReference(ReferenceTower):
+    """Goes through the reference's own conversion of published weights. A tiny language model stands in where
+    the reference insists on one."""
+
+    merges_time = True
+
+    def tables(self, grids: Sequence[Grid]) -> dict[str, Any]:
+        grid_thw, tower = self._grid_thw(grids), self.tower
+        modeling = sys.modules[type(tower).__module__]
+        return self._tables(grid_thw, tower.patch_embed.pos_emb, 1) | {
+            "frame_index": modeling.get_vision_frame_index(grid_thw),
+            "temporal_merge_index": modeling.get_vision_temporal_merge_index(
+                grid_thw, *tower.merge_kernel_size
+            ),
+        }
+
+    def forward(
+        self, pixels: torch.Tensor, *, grid_thw: torch.Tensor, **tables: torch.Tensor | int
+    ) -> torch.Tensor:
+        side = int((pixels.shape[1] // 3) ** 0.5)
+        frames = pixels.view(-1, 3, side, side)
+        pooled = self.tower(frames, grid_thw=grid_thw, **tables).pooler_output
+        rows: torch.Tensor = self._model.mm_projector(pooled).squeeze(1)
+        return rows
+
+    def load(self, checkpoint: Path, config: dict[str, Any], dtype: torch.dtype) -> Any:
+        return _load_kimi(checkpoint, config, dtype)
+
+    @property
+    def tower(self) -> Any:
+        return self._model.vision_tower
+
+
+REFERENCES: dict[str, type[ReferenceTower]] = {"kimi_k25": KimiReference}
+"""By model_type, where it is not ReferenceTower itself."""
+
+
+# By model_type: the module of the reference's models, and the tower's class. The reference has no Intern
+# models, whose code has the tower of Qwen3.5.
 QWEN_CLASSES = {
-    "qwen3_vl": "Qwen3VLVisionModel",
-    "qwen3_vl_moe": "Qwen3VLMoeVisionModel",
-    "qwen3_5": "Qwen3_5VisionModel",
-    "qwen3_5_moe": "Qwen3_5MoeVisionModel",
+    "qwen3_vl": ("qwen3_vl", "Qwen3VLVisionModel"),
+    "qwen3_vl_moe": ("qwen3_vl_moe", "Qwen3VLMoeVisionModel"),
+    "qwen3_5": ("qwen3_5", "Qwen3_5VisionModel"),
+    "qwen3_5_moe": ("qwen3_5_moe", "Qwen3_5MoeVisionModel"),
+    "qwen4_exp": ("qwen4_exp", "Qwen4ExpVisionModel"),
+    "qwen3_omni_moe": ("qwen3_omni_moe", "Qwen3OmniMoeVisionEncoder"),
+    "interns1_pro": ("qwen3_5", "Qwen3_5VisionModel"),
+    "intern_s2_preview": ("qwen3_5_moe", "Qwen3_5MoeVisionModel"),
 }
+PREFIXES = ("model.visual.", "thinker.visual.", "visual.")
 
 
 def _load_qwen(checkpoint: Path, config: dict[str, Any], dtype: torch.dtype) -> Any:
     """The tower alone, every published tensor under its own name, none left over."""
     import_reference()
-    model_type = config["model_type"]
-    modeling = importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}")
-    tower_class = getattr(modeling, QWEN_CLASSES[model_type])
+    module, name = QWEN_CLASSES[config["model_type"]]
+    modeling = importlib.import_module(f"transformers.models.{module}.modeling_{module}")
+    tower_class = getattr(modeling, name)
     # A dtype that the config states would round the weights before they are converted to ``dtype``.
-    vision = {
-        key: value for key, value in config["vision_config"].items() if key not in ("model_type", "dtype")
-    }
+    stated = config.get("thinker_config", config)["vision_config"]
+    vision = {key: value for key, value in stated.items() if key not in ("model_type", "dtype")}
     model = tower_class._from_config(tower_class.config_class(**vision), attn_implementation="sdpa")
     tensors: dict[str, torch.Tensor] = {}
     for file in sorted(checkpoint.glob("*.safetensors")):
         tensors |= load_file(file)
-    prefix = "model.visual." if any(name.startswith("model.visual.") for name in tensors) else "visual."
+    prefix = next(prefix for prefix in PREFIXES if any(name.startswith(prefix) for name in tensors))
     visual = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
     model.load_state_dict(visual, strict=True)
     return model.to(dtype)

@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from encoder_service.checkpoints.families import Family
 from encoder_service.cli.output import fail, plain
 
 
@@ -38,12 +39,6 @@ def download(
     except StartupError as error:
         fail(error.message)
     print(plain(str(folder)))
-
-
-class Family(enum.StrEnum):
-    QWEN3_VL = "qwen3_vl"
-    QWEN3_5 = "qwen3_5"
-    KIMI_K25 = "kimi_k25"
 
 
 class Size(enum.StrEnum):

@@ -19,7 +19,13 @@ import torch
 from encoder_service.ingest.decode import DecodeLimits, Transparent
 from encoder_service.ingest.preprocessor import ImagePlan, Preprocessor, check_range, overridden
 from encoder_service.ingest.resize import normalise_into
-from encoder_service.ingest.settings import MoonViTSettings, MoonViTVideoSettings
+from encoder_service.ingest.settings import (
+    MoonViTSettings,
+    MoonViTVideoSettings,
+    SettingsReader,
+    parse_moonvit,
+    parse_moonvit_video,
+)
 from encoder_service.ingest.video.clip import ClipPlan, ClipRules
 from encoder_service.ingest.video.source import ClipHeader, ClipLimits
 from encoder_service.types import Grid, PreprocessOptions
@@ -200,3 +206,17 @@ def _padded_grid(num_frames: int, target: tuple[int, int], patch_size: int, merg
     """The grid of frames padded to whole merge blocks. target: (height, width) in pixels."""
     grid_h, grid_w = (-(-side // (patch_size * merge_size)) * merge_size for side in target)
     return Grid(num_frames, grid_h, grid_w)
+
+
+def moonvit_preprocessor(
+    reader: SettingsReader,
+    video: SettingsReader | None,
+    limits: DecodeLimits,
+    clip_limits: ClipLimits,
+    transparent: Transparent,
+) -> MoonViTPreprocessor:
+    """As ``preprocessor.Build``."""
+    images = parse_moonvit(reader)
+    settings = None if video is None else parse_moonvit_video(video, images)
+    clips = None if settings is None else MoonViTClips(settings, images, clip_limits, transparent)
+    return MoonViTPreprocessor(images, limits, clips, transparent)

@@ -18,7 +18,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, TypeAlias
 
 import torch
 from blake3 import blake3
@@ -33,8 +33,9 @@ from encoder_service.errors import (
 from encoder_service.ingest.decode import DecodeLimits, OpenImage, Transparent, open_image
 from encoder_service.ingest.identity import dtype_name
 from encoder_service.ingest.resize import resize_and_pad, resize_bytes
-from encoder_service.ingest.settings import MoonViTSettings, Normalisation, QwenVLSettings
+from encoder_service.ingest.settings import ImageSettings, Normalisation, SettingsReader
 from encoder_service.ingest.video.clip import Clip, ClipRules
+from encoder_service.ingest.video.source import ClipLimits
 from encoder_service.types import (
     EncodedFile,
     FrameArray,
@@ -106,7 +107,7 @@ class Preprocessor(abc.ABC):
 
     def __init__(
         self,
-        settings: QwenVLSettings | MoonViTSettings,
+        settings: ImageSettings,
         limits: DecodeLimits,
         clips: ClipRules | None,
         transparent: Transparent,
@@ -278,3 +279,10 @@ def check_range(name: str, value: int | float, ceiling: int) -> None:
         raise InvalidOption(
             f"{name} is {value}, allowed are 1 to {ceiling}", option=name, found=value, allowed=ceiling
         )
+
+
+Build: TypeAlias = Callable[
+    [SettingsReader, SettingsReader | None, DecodeLimits, ClipLimits, Transparent], Preprocessor
+]
+"""Makes a family's preprocessor of a checkpoint's settings for images and for clips, if it has these. Raises
+UnsupportedCheckpoint."""

@@ -20,7 +20,13 @@ from encoder_service.errors import AspectRatioExceeded, InvalidOption
 from encoder_service.ingest.decode import DecodeLimits, Transparent
 from encoder_service.ingest.preprocessor import ImagePlan, Preprocessor, check_range, overridden
 from encoder_service.ingest.resize import normalise_into
-from encoder_service.ingest.settings import QwenVideoSettings, QwenVLSettings
+from encoder_service.ingest.settings import (
+    QwenVideoSettings,
+    QwenVLSettings,
+    SettingsReader,
+    parse_qwen_video,
+    parse_qwen_vl,
+)
 from encoder_service.ingest.video.clip import ClipPlan, ClipRules
 from encoder_service.ingest.video.source import ClipHeader, ClipLimits
 from encoder_service.types import Grid, PreprocessOptions
@@ -93,7 +99,7 @@ def qwen_target_size(
     if height < factor or width < factor:
         grow = max(factor / height, factor / width)
         height, width = int(height * grow), int(width * grow)
-    _check_aspect(height, width, "clip's frames count as")
+    check_aspect(height, width, "clip's frames count as")
     return _rounded_volume(
         height,
         width,
@@ -104,7 +110,7 @@ def qwen_target_size(
     )
 
 
-def _check_aspect(height: int, width: int, what: str) -> None:
+def check_aspect(height: int, width: int, what: str) -> None:
     """Raises AspectRatioExceeded if the longer side exceeds MAX_ASPECT_RATIO times the shorter."""
     if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
         ratio = max(height, width) / min(height, width)
@@ -157,7 +163,7 @@ class QwenVLPreprocessor(Preprocessor):
         _check_pair(options, "min_pixels", "max_pixels")
 
     def plan_image(self, height: int, width: int, options: PreprocessOptions) -> ImagePlan:
-        _check_aspect(height, width, "image is")
+        check_aspect(height, width, "image is")
         patch_size = self.settings.patch_size
         area = AreaLimits(**overridden(AreaLimits._fields, self.settings, options))
         target = rounded_size(height, width, patch_size * self.merge_size, area)
@@ -193,7 +199,8 @@ class QwenVLPreprocessor(Preprocessor):
 
 
 class QwenClips(ClipRules):
-    """Qwen3-VL and Qwen3.5. A piece is any number of whole temporal patches."""
+    """Qwen3-VL and Qwen3.5. A piece is any number of whole temporal patches. temporal: frames of one of them.
+    merge_pixels: pixels of a merge block's side."""
 
     rules = "qwen_video.1"
     options = ("min_pixels", "max_pixels", "fps", "min_frames", "max_frames")
@@ -207,8 +214,8 @@ class QwenClips(ClipRules):
     ) -> None:
         super().__init__(settings, limits, images.patch_size, transparent)
         self.settings = settings
-        self._merge_pixels = images.patch_size * images.merge_size
-        self._temporal = images.temporal_patch_size
+        self.merge_pixels = images.patch_size * images.merge_size
+        self.temporal = images.temporal_patch_size
 
     def check_values(self, options: PreprocessOptions) -> None:
         for name in ("min_pixels", "max_pixels"):
@@ -238,15 +245,29 @@ class QwenClips(ClipRules):
             num_frames,
             height,
             width,
-            factor=self._merge_pixels,
-            temporal=self._temporal,
+            factor=self.merge_pixels,
+            temporal=self.temporal,
             settings=self.with_options(options),
         )
         grid = Grid(self.depth(num_frames), target[0] // self.patch_size, target[1] // self.patch_size)
         return ClipPlan((), (), grid, *target)
 
     def piece_frames(self, plan: ClipPlan, max_patches: int) -> int:
-        return max(1, max_patches // (plan.grid.h * plan.grid.w)) * self._temporal
+        return max(1, max_patches // (plan.grid.h * plan.grid.w)) * self.temporal
 
     def depth(self, num_frames: int) -> int:
-        return -(-num_frames // self._temporal)
+        return -(-num_frames // self.temporal)
+
+
+def qwen_vl_preprocessor(
+    reader: SettingsReader,
+    video: SettingsReader | None,
+    limits: DecodeLimits,
+    clip_limits: ClipLimits,
+    transparent: Transparent,
+) -> QwenVLPreprocessor:
+    """As ``preprocessor.Build``."""
+    images = parse_qwen_vl(reader)
+    settings = None if video is None else parse_qwen_video(video, images)
+    clips = None if settings is None else QwenClips(settings, images, clip_limits, transparent)
+    return QwenVLPreprocessor(images, limits, clips, transparent)

@@ -5,24 +5,27 @@ Owns the choice by family name. The settings come from the checkpoint's folder.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from encoder_service.errors import UnsupportedCheckpoint
 from encoder_service.ingest.decode import DecodeLimits, Transparent
-from encoder_service.ingest.moonvit import MoonViTClips, MoonViTPreprocessor
-from encoder_service.ingest.preprocessor import Preprocessor
-from encoder_service.ingest.qwen_vl import QwenClips, QwenVLPreprocessor
-from encoder_service.ingest.settings import (
-    parse_moonvit,
-    parse_moonvit_video,
-    parse_qwen_video,
-    parse_qwen_vl,
-    read_settings_file,
-    read_video_settings_file,
-)
+from encoder_service.ingest.moonvit import moonvit_preprocessor
+from encoder_service.ingest.preprocessor import Build, Preprocessor
+from encoder_service.ingest.qwen3_omni import qwen3_omni_preprocessor
+from encoder_service.ingest.qwen_vl import qwen_vl_preprocessor
+from encoder_service.ingest.settings import read_settings_file, read_video_settings_file
 from encoder_service.ingest.video.source import ClipLimits
 
-FAMILIES = ("qwen3_vl", "qwen3_5", "kimi_k25")
+FAMILIES: Mapping[str, Build] = {
+    "qwen3_vl": qwen_vl_preprocessor,
+    "qwen3_5": qwen_vl_preprocessor,
+    "kimi_k25": moonvit_preprocessor,
+    "qwen4_exp": qwen_vl_preprocessor,
+    "qwen3_omni_moe": qwen3_omni_preprocessor,
+    "interns1_pro": qwen_vl_preprocessor,
+    "intern_s2_preview": qwen_vl_preprocessor,
+}
 
 
 def load_preprocessor(
@@ -41,13 +44,4 @@ def load_preprocessor(
     if family not in FAMILIES:
         raise UnsupportedCheckpoint(f"family {family!r} has no preprocessor, known are {', '.join(FAMILIES)}")
     reader, video = read_settings_file(path), read_video_settings_file(path)
-    clip_limits = clip_limits or ClipLimits()
-    if family == "kimi_k25":
-        moonvit = parse_moonvit(reader)
-        frames = None if video is None else parse_moonvit_video(video, moonvit)
-        moonvit_clips = None if frames is None else MoonViTClips(frames, moonvit, clip_limits, transparent)
-        return MoonViTPreprocessor(moonvit, limits, moonvit_clips, transparent)
-    qwen = parse_qwen_vl(reader)
-    clips = None if video is None else parse_qwen_video(video, qwen)
-    qwen_clips = None if clips is None else QwenClips(clips, qwen, clip_limits, transparent)
-    return QwenVLPreprocessor(qwen, limits, qwen_clips, transparent)
+    return FAMILIES[family](reader, video, limits, clip_limits or ClipLimits(), transparent)

@@ -13,9 +13,9 @@ for clips are in the same file as those for images (``sample_fps``, ``in_patch_l
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import Field, dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 from encoder_service.errors import CheckpointError
 from encoder_service.json_reader import JsonReader, is_number
@@ -52,6 +52,24 @@ class Normalisation:
     image_mean: Triple
     image_std: Triple
     rescale_factor: float
+
+
+class Settings(Protocol):
+    """A family's settings, a frozen dataclass."""
+
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+
+
+class ImageSettings(Settings, Protocol):
+    """What the settings for images of all families have. patch_size: pixels per side. merge_size: patches per
+    side."""
+
+    @property
+    def patch_size(self) -> int: ...
+    @property
+    def merge_size(self) -> int: ...
+    @property
+    def normalisation(self) -> Normalisation: ...
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,8 @@ class Family:
     model_types: the values of config.json's model_type; mixture-of-experts models have the tower of dense
     ones. models: the names under which checkpoints of these types are published. parse: reads the sizes from
     config.json; raises UnsupportedCheckpoint. build: a tower of these sizes whose parameters have no
-    meaningful values yet.
+    meaningful values yet. section: of config.json, whose vision_config and text_config these models have;
+    None if that is the whole file.
     """
 
     name: str
@@ -66,12 +67,13 @@ class Family:
     models: str
     parse: Callable[[JsonReader], VisionConfig]
     build: Callable[[Any], Tower]
+    section: str | None = None
 
 
 def stated_dtype(values: Mapping[str, object]) -> str | None:
     """The dtype that a config.json states, where transformers and vLLM look for it: for the model, else for
     the language model, else for the tower. None if it states none."""
-    for section in (values, values.get("text_config"), values.get("vision_config")):
+    for section in (values, *map(values.get, ("thinker_config", "text_config", "vision_config"))):
         if isinstance(section, Mapping):
             for key in ("dtype", "torch_dtype"):
                 if isinstance(stated := section.get(key), str) and stated != "auto":

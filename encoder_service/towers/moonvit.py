@@ -190,6 +190,7 @@ def merge_tables(grids: Sequence[Grid], merge_size: int) -> tuple[torch.Tensor, 
 def parse_sizes(config: JsonReader) -> MoonViTConfig:
     """The sizes in config.json. Raises UnsupportedCheckpoint."""
     vision, text = config.section("vision_config"), config.section("text_config", {})
+    vision.require("hidden_act", "gelu_pytorch_tanh")
     vision.require("pos_emb_type", "divided_fixed")
     vision.require("video_attn_type", "spatial_temporal")
     vision.require("merge_type", "sd2_tpool")

@@ -1,6 +1,7 @@
-"""The tower of Qwen3-VL and, without deepstack, of Qwen3.5 and the models of its architecture.
+"""The tower of Qwen3-VL, and the towers of later models that are the same, with deepstack levels or without.
 
-Owns the order of the parts, the sizes in config.json and the names of the tensors. Patches arrive in merge
+Owns the order of the parts, the sizes in config.json and the names of the tensors, also those of Qwen3-Omni,
+whose mergers are named otherwise and whose sizes are those of its thinker. Patches arrive in merge
 order, in which each block of merge^2 neighbours is adjacent, so that mergers need no gather. Attention stays
 within one frame.
 
@@ -17,7 +18,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
@@ -31,8 +32,9 @@ from encoder_service.towers.tower import TowerInputs
 from encoder_service.types import Grid
 
 NORM_EPS = 1e-6
-QWEN3_VL = "qwen3_vl"
-QWEN3_5 = "qwen3_5"
+# Names of a merger's tensors.
+MERGER_LAYERS = ("norm", "linear_fc1", "linear_fc2")
+OMNI_MERGER_LAYERS = ("ln_q", "mlp.0", "mlp.2")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +44,8 @@ class QwenVisionConfig(VisionConfig):
     Qwen3.5."""
 
     prefixes: ClassVar[Sequence[tuple[str, ...]]] = [("model.visual.",), ("visual.",)]
+    merger_layers: ClassVar[tuple[str, str, str]] = MERGER_LAYERS
+    level_mergers_name: ClassVar[str] = "deepstack_merger_list"
 
     temporal_patch_size: int
     position_side: int
@@ -72,25 +76,33 @@ class QwenVisionConfig(VisionConfig):
             yield from layer(f"{block}.mlp.linear_fc1", f"{block}.fc1", mlp_width, width)
             yield from layer(f"{block}.mlp.linear_fc2", f"{block}.fc2", width, mlp_width)
         mergers = [("merger", "merger", width)] + [
-            (f"deepstack_merger_list.{level}", f"deepstack_mergers.{level}", merged_width)
+            (f"{self.level_mergers_name}.{level}", f"deepstack_mergers.{level}", merged_width)
             for level in range(len(self.deepstack_visual_indexes))
         ]
+        norm, fc1, fc2 = self.merger_layers
         for name, parameter, norm_width in mergers:
-            yield from layer(f"{name}.norm", f"{parameter}.norm", norm_width)
-            yield from layer(f"{name}.linear_fc1", f"{parameter}.fc1", merged_width, merged_width)
-            yield from layer(f"{name}.linear_fc2", f"{parameter}.fc2", self.out_width, merged_width)
+            yield from layer(f"{name}.{norm}", f"{parameter}.norm", norm_width)
+            yield from layer(f"{name}.{fc1}", f"{parameter}.fc1", merged_width, merged_width)
+            yield from layer(f"{name}.{fc2}", f"{parameter}.fc2", self.out_width, merged_width)
+
+
+class Qwen3OmniVisionConfig(QwenVisionConfig):
+    """Sizes of Qwen3-Omni's vision tower, a part of its thinker."""
+
+    prefixes: ClassVar[Sequence[tuple[str, ...]]] = [("thinker.visual.",)]
+    merger_layers = OMNI_MERGER_LAYERS
+    level_mergers_name = "merger_list"
 
 
 class Qwen3VLTower(PlainTower):
-    """The tower of Qwen3-VL and Qwen3.5. family: ``qwen3_vl``, or ``qwen3_5`` without deepstack levels."""
+    """The tower of Qwen3-VL and of the families below. family: the name of one of them."""
 
     merges_time = False
     position_mode = "linear"
     rotary_layout = "blocked"
     config: QwenVisionConfig
 
-    def __init__(self, config: QwenVisionConfig, family: str = QWEN3_VL) -> None:
-        assert family == QWEN3_VL or (family == QWEN3_5 and not config.deepstack_visual_indexes)
+    def __init__(self, config: QwenVisionConfig, family: str) -> None:
         super().__init__(config, (config.position_side, config.position_side), NORM_EPS)
         self.family = family
         self.temporal_patch_size = config.temporal_patch_size
@@ -123,15 +135,22 @@ class Qwen3VLTower(PlainTower):
         return torch.cat([self.merger(x_PE), *levels_RD], dim=-1)
 
 
-def parse_sizes(config: JsonReader, *, has_deepstack: bool) -> QwenVisionConfig:
-    """The sizes in config.json. has_deepstack: False to ignore the deepstack levels that it states. Raises
-    UnsupportedCheckpoint."""
+def parse_sizes(
+    config: JsonReader,
+    *,
+    levels: Literal["needed", "if stated", "ignored"],
+    kind: type[QwenVisionConfig] = QwenVisionConfig,
+) -> QwenVisionConfig:
+    """The sizes in config.json. levels: whether the family's tower has the deepstack levels that it states.
+    Raises UnsupportedCheckpoint."""
     vision = config.section("vision_config")
+    vision.require("hidden_act", "gelu_pytorch_tanh")
     table_rows = vision.count("num_position_embeddings")
     if math.isqrt(table_rows) ** 2 != table_rows:
         raise vision.refuse("num_position_embeddings", table_rows, "a square number")
     depth = vision.count("depth", "num_hidden_layers")
-    return QwenVisionConfig(
+    has_levels = levels == "needed" or (levels == "if stated" and vision.has("deepstack_visual_indexes"))
+    return kind(
         depth=depth,
         hidden_size=vision.count("hidden_size"),
         num_heads=vision.count("num_heads", "num_attention_heads"),
@@ -142,7 +161,7 @@ def parse_sizes(config: JsonReader, *, has_deepstack: bool) -> QwenVisionConfig:
         merge_size=vision.count("spatial_merge_size"),
         position_side=math.isqrt(table_rows),
         out_width=vision.count("out_hidden_size"),
-        deepstack_visual_indexes=deepstack_indexes(vision, depth) if has_deepstack else (),
+        deepstack_visual_indexes=deepstack_indexes(vision, depth) if has_levels else (),
         rope_theta=rope_theta(vision),
     )
 
@@ -160,19 +179,27 @@ def deepstack_indexes(vision: JsonReader, depth: int) -> tuple[int, ...]:
     return tuple(value)
 
 
+def family(
+    name: str, model_types: tuple[str, ...], models: str, section: str | None = None, **parse: Any
+) -> Family:
+    """parse: keyword arguments of ``parse_sizes``."""
+    return Family(
+        name, model_types, models, partial(parse_sizes, **parse), partial(Qwen3VLTower, family=name), section
+    )
+
+
 FAMILIES = (
-    Family(
-        QWEN3_VL,
-        ("qwen3_vl", "qwen3_vl_moe"),
-        "Qwen3-VL",
-        partial(parse_sizes, has_deepstack=True),
-        partial(Qwen3VLTower, family=QWEN3_VL),
+    family("qwen3_vl", ("qwen3_vl", "qwen3_vl_moe"), "Qwen3-VL", levels="needed"),
+    family("qwen3_5", ("qwen3_5", "qwen3_5_moe"), "Qwen3.5, Qwen3.6, Qwen3.8-27B", levels="ignored"),
+    family("qwen4_exp", ("qwen4_exp",), "Qwen3.8-Flash-Next", levels="if stated"),
+    family(
+        "qwen3_omni_moe",
+        ("qwen3_omni_moe",),
+        "Qwen3-Omni without audio",
+        "thinker_config",
+        levels="needed",
+        kind=Qwen3OmniVisionConfig,
     ),
-    Family(
-        QWEN3_5,
-        ("qwen3_5", "qwen3_5_moe"),
-        "Qwen3.5, Qwen3.6, Qwen3.8-27B",
-        partial(parse_sizes, has_deepstack=False),
-        partial(Qwen3VLTower, family=QWEN3_5),
-    ),
+    family("interns1_pro", ("interns1_pro",), "Intern-S1-Pro", levels="if stated"),
+    family("intern_s2_preview", ("intern_s2_preview",), "Intern-S2-Preview", levels="ignored"),
 )

@@ -51,7 +51,7 @@ def parse_config(values: Mapping[str, object]) -> tuple[Family, VisionConfig]:
             needed=", ".join(FAMILIES),
         )
     config = JsonReader(values, "config.json")
-    config.section("vision_config").require("hidden_act", "gelu_pytorch_tanh")
+    config = config.section(family.section) if family.section else config
     sizes = family.parse(config)
     text = config.section("text_config", {})
     if text.has("hidden_size") and text.values["hidden_size"] != sizes.out_width:

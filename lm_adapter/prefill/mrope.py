@@ -98,11 +98,17 @@ class MRopePositions:
 
 
 def mrope_positions(
-    prompt: ExpandedPrompt, grids: Sequence[Sequence[int]], *, merge_size: int
+    prompt: ExpandedPrompt,
+    grids: Sequence[Sequence[int]],
+    *,
+    merge_size: int,
+    time_steps: Sequence[float] | None = None,
 ) -> MRopePositions:
     """Positions of an expanded prompt.
 
-    grids: [t, h, w] in patches, one per item, images and clips together in prompt order.
+    grids: [t, h, w] in patches, one per item, images and clips together in prompt order. time_steps: one per
+    item, the positions from one temporal patch to the next where that is not 1; positions are rounded down.
+    For Qwen3-Omni seconds of a temporal patch times ``position_id_per_seconds``.
     Raises InvalidRequest when grids and spans differ in number or in rows, and for grids that the merge size
     does not divide.
     """
@@ -112,13 +118,15 @@ def mrope_positions(
         )
     parts: list[npt.NDArray[np.int64]] = []
     token = position = 0
-    for span, grid in zip(prompt.spans, grids, strict=True):
-        t, h, w = _unit_grid(span, grid, merge_size)
-        unit = np.indices((t, h, w), dtype=np.int64).reshape(NUM_AXES, -1)
+    steps = [1.0] * len(grids) if time_steps is None else time_steps
+    for span, grid, step in zip(prompt.spans, grids, steps, strict=True):
+        unit = np.indices(_unit_grid(span, grid, merge_size), dtype=np.int64).reshape(NUM_AXES, -1)
+        if step != 1:
+            unit[0] = (unit[0] * step).astype(np.int64)
         for segment in span.segments:
             num_text = segment.start - token
             parts += [_text(position, num_text), unit + (position + num_text)]
-            position += num_text + max(t, h, w)
+            position += num_text + int(unit.max()) + 1
             token = segment.end
     num_text = len(prompt) - token
     parts.append(_text(position, num_text))

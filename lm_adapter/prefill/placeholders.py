@@ -79,17 +79,24 @@ class ExpandedPrompt:
 
 
 def prompt_item(
-    grid: Sequence[int], *, placeholder_id: int, merge_size: int, modality: Modality, merges_time: bool
+    grid: Sequence[int],
+    *,
+    placeholder_id: int,
+    merge_size: int,
+    modality: Modality,
+    merges_time: bool,
+    has_timestamps: bool = True,
 ) -> PromptItem:
     """The placeholders that an item with this grid ([t, h, w] in patches) needs.
 
     Qwen: an image is one unit of t*h*w/merge^2 rows (t is 1); a clip is t units of h*w/merge^2 rows, because
-    timestamps separate its frames. Kimi (``merges_time``): one unit of h*w/merge^2 rows for any t.
+    timestamps separate its frames; without (Qwen3-Omni) it is one unit. Kimi (``merges_time``): one unit of
+    h*w/merge^2 rows for any t.
     Raises InvalidRequest for an empty grid and for sides that are not multiples of the merge size.
     """
     t, _, _ = merged_grid(grid, merge_size)
     num_rows = Grid(*map(int, grid)).num_rows(merge_size, merges_time=merges_time)
-    num_units = 1 if merges_time or modality is Modality.IMAGE else t
+    num_units = 1 if merges_time or modality is Modality.IMAGE or not has_timestamps else t
     return PromptItem(placeholder_id, (num_rows // num_units,) * num_units)
 
 

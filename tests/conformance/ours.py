@@ -17,6 +17,7 @@ import torch
 from encoder_service.ingest.decode import DecodeLimits
 from encoder_service.ingest.moonvit import MoonViTClips, MoonViTPreprocessor, moonvit_indices
 from encoder_service.ingest.preprocessor import Preprocessor
+from encoder_service.ingest.qwen3_omni import OmniClips, omni_indices
 from encoder_service.ingest.qwen_vl import QwenClips, QwenVLPreprocessor, qwen_indices
 from encoder_service.ingest.settings import (
     MoonViTSettings,
@@ -47,6 +48,8 @@ from vision_encoder.v1 import broker_pb2
 
 Asked = dict[str, Any]
 PLAIN = ServiceOptions()
+# Families with Kimi's sizes, frames and texts. All others have Qwen's.
+KIMI_RULES = ("kimi_k25",)
 PIXELS = Normalisation((0.5,) * 3, (0.5,) * 3, 1 / 255)
 IMAGE_LIMITS = DecodeLimits(max_encoded_bytes=1, max_image_pixels=1 << 30)
 
@@ -222,7 +225,8 @@ def qwen_clips(asked: Asked) -> QwenClips:
         max_video_tokens=768,
         cap_pixels_per_frame=False,
     )
-    return QwenClips(settings, qwen_images(asked), ClipLimits())
+    rules = OmniClips if asked["family"] == "qwen3_omni_moe" else QwenClips
+    return rules(settings, qwen_images(asked), ClipLimits())
 
 
 def moonvit_clips(asked: Asked) -> MoonViTClips:
@@ -233,7 +237,10 @@ def moonvit_clips(asked: Asked) -> MoonViTClips:
 
 def answer_frame_indices(asked: Asked) -> Asked:
     source = asked["num_source_frames"], asked["source_fps"]
-    if asked["family"] == "kimi_k25":
+    if asked["family"] == "qwen3_omni_moe":
+        bounds = {name: asked[name] for name in ("fps", "min_frames", "max_frames")}
+        return {"indices": omni_indices(*source, **bounds, temporal=asked["temporal_patch_size"])}
+    if asked["family"] in KIMI_RULES:
         return {"indices": moonvit_indices(*source, fps=asked["fps"], max_frames=None)}
     bounds = {name: asked[name] for name in ("fps", "min_frames", "max_frames")}
     return {"indices": qwen_indices(*source, **bounds)}
@@ -241,7 +248,7 @@ def answer_frame_indices(asked: Asked) -> Asked:
 
 def answer_timestamps(asked: Asked) -> Asked:
     times = timestamps_of(asked["indices"], asked["source_fps"])
-    if asked["family"] == "kimi_k25":
+    if asked["family"] in KIMI_RULES:
         return {"texts": kimi_chunk_texts(times, chunk_frames=asked["chunk_frames"])}
     temporal = asked["temporal_patch_size"]
     return {
@@ -252,7 +259,7 @@ def answer_timestamps(asked: Asked) -> Asked:
 
 def answer_grid(asked: Asked) -> Asked:
     height, width = asked["height"], asked["width"]
-    is_kimi, modality = asked["family"] == "kimi_k25", Modality(asked["modality"])
+    is_kimi, modality = asked["family"] in KIMI_RULES, Modality(asked["modality"])
     if modality is Modality.VIDEO:
         clips = moonvit_clips(asked) if is_kimi else qwen_clips(asked)
         plan = clips.sized(asked["num_frames"], height, width, PLAIN)
@@ -265,7 +272,14 @@ def answer_grid(asked: Asked) -> Asked:
         )
         grids = [preprocessor.plan_image(height, width, PLAIN).grid]
     items = [
-        prompt_item(grid, placeholder_id=0, merge_size=2, modality=modality, merges_time=is_kimi)
+        prompt_item(
+            grid,
+            placeholder_id=0,
+            merge_size=2,
+            modality=modality,
+            merges_time=is_kimi,
+            has_timestamps=asked["family"] != "qwen3_omni_moe",
+        )
         for grid in grids
     ]
     rows = [count for item in items for count in item.unit_rows]
@@ -283,6 +297,7 @@ def prompt_of(asked: Asked) -> ExpandedPrompt:
             merge_size=asked["merge_size"],
             modality=Modality(item["modality"]),
             merges_time=False,
+            has_timestamps="time_steps" not in asked,
         )
         for item in asked["items"]
     ]
@@ -291,7 +306,8 @@ def prompt_of(asked: Asked) -> ExpandedPrompt:
 
 def positions_of(asked: Asked) -> MRopePositions:
     grids = [item["grid"] for item in asked["items"]]
-    return mrope_positions(prompt_of(asked), grids, merge_size=asked["merge_size"])
+    steps = asked.get("time_steps")
+    return mrope_positions(prompt_of(asked), grids, merge_size=asked["merge_size"], time_steps=steps)
 
 
 def answer_positions(asked: Asked) -> Asked:

@@ -37,9 +37,17 @@ else:
     INPUT = data_url(picture(7))
 
 FAMILIES = ("qwen3_vl", "qwen3_5", "kimi_k25")
+# Whose requests are as those of one of the families above: images, their tokens, and what is refused.
+FURTHER = ("interns1_pro", "intern_s2_preview", "qwen3_omni_moe")
 DTYPES = {
-    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe"), "float32"),
-    **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "kimi_k25"), "bfloat16"),
+    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "interns1_pro", "qwen3_omni_moe"), "float32"),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "intern_s2_preview", "kimi_k25"), "bfloat16"),
+}
+# Of the engine: published configurations with code of their own; a checkpoint without an audio tower.
+ENGINE_OPTIONS: dict[str, dict[str, Any]] = {
+    "interns1_pro": {"trust_remote_code": True},
+    "intern_s2_preview": {"trust_remote_code": True},
+    "qwen3_omni_moe": {"limit_mm_per_prompt": {"audio": 0}},
 }
 NUM_SETS = 4
 # Processor options of a request, by number of its case.
@@ -133,7 +141,10 @@ def stack(
     folder = tmp_path_factory.mktemp("stack")
     checkpoint = write_checkpoint(folder / "checkpoint", family, with_tower=False)
     before = encoder.num_asked()
-    with Stack(encoder, checkpoint, DTYPES[family], folder, arguments=(*TOOL_ARGUMENTS, *LIMITS)) as running:
+    arguments = [*TOOL_ARGUMENTS, *LIMITS]
+    if "trust_remote_code" in ENGINE_OPTIONS.get(family, ()):
+        arguments.append("--trust-remote-code")
+    with Stack(encoder, checkpoint, DTYPES[family], folder, arguments=arguments) as running:
         assert encoder.num_asked() == before
         running.answer(with_pixels(CASES[0], [picture(random.getrandbits(32))]))
         assert encoder.num_asked() > before
@@ -205,10 +216,11 @@ def tower_settings(
     encoder: Encoder,
 ) -> dict[str, Any]:
     """Of offline.py."""
-    has_clips = family != "kimi_k25"
+    has_clips = family not in ("kimi_k25", "qwen3_omni_moe")
     return {
         "model": str(checkpoint),
         "dtype": DTYPES[family],
+        "engine": ENGINE_OPTIONS.get(family, {}),
         "sets": [[with_pixels(case, images) for case in CASES] for images in image_sets],
         "options": OPTIONS if has_clips else [],
         "clips": [[with_pixels(case, image_sets[0], clips) for case in CLIP_CASES] for clips in clip_sets]

@@ -72,6 +72,7 @@ def answers_of(settings: dict[str, Any], target: str | None) -> dict[str, Any]:
         max_num_seqs=16,
         enforce_eager=True,
         enable_chunked_prefill=True,
+        **settings["engine"],
         **({"ec_transfer_config": transfer} if target else {}),
     )
     sampling = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, logprobs=NUM_LOGPROBS, ignore_eos=True)

@@ -18,12 +18,14 @@ from typing import Any
 
 import pytest
 import torch
+import vllm
 from safetensors.torch import save_file
 
 from bench.harness.processes import START_S, environment
 from bench.harness.vllm import VLLM_ENVIRONMENT, VllmServer
 from bench.harness.waiting import wait_until
 from lm_adapter.engines.shared.agreement import Agreement
+from lm_adapter.engines.shared.checkpoint import read_config
 from lm_adapter.engines.shared.geometry import Geometry
 from lm_adapter.engines.shared.images import ImageFile
 from lm_adapter.engines.vllm import models
@@ -84,12 +86,14 @@ def config(
     )
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "architecture", sorted(ARCHITECTURES.keys() & vllm.ModelRegistry.get_supported_archs())
+)
 def test_classes_have_the_names_that_vllm_looks_for(architecture: str) -> None:
     """Its drafting code tells models apart by the name of their class."""
     model = getattr(models, architecture)
     assert model.__name__ == architecture
-    assert model.__mro__[1].__module__.startswith("vllm.model_executor.models.")
+    assert model.__mro__[1].__module__.startswith(("vllm.model_executor.models.", "vllm.models."))
     check_model(config(architecture))
 
 
@@ -99,7 +103,10 @@ def test_published_configurations_name_classes_of_the_plugin(model: str) -> None
     from vllm import ModelRegistry
     from vllm.transformers_utils.config import get_config
 
-    (architecture,) = get_config(str(PUBLISHED / model), trust_remote_code=False).architectures
+    if model.startswith("Intern-"):  # whose configuration is code of the hub's
+        (architecture,) = read_config(PUBLISHED / model)["architectures"]
+    else:
+        (architecture,) = get_config(str(PUBLISHED / model), trust_remote_code=False).architectures
     assert ModelRegistry.models[architecture].load_model_cls() is getattr(models, architecture)
     check_model(config(architecture))
 
@@ -448,7 +455,7 @@ def test_without_the_connector_all_is_vllms_own(monkeypatch: pytest.MonkeyPatch)
     from vllm.model_executor.models import qwen3_vl
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
-    from lm_adapter.engines.vllm.api_server.processor import qwen_factories
+    from lm_adapter.engines.vllm.api_server.processor import factories
 
     monkeypatch.delenv("VLLM_MEDIA_CONNECTOR", raising=False)
     found = config(is_marked=False)
@@ -456,7 +463,7 @@ def test_without_the_connector_all_is_vllms_own(monkeypatch: pytest.MonkeyPatch)
     MODELS_CONFIG_MAP[QWEN].verify_and_update_config(found)
     assert "VLLM_MEDIA_CONNECTOR" not in os.environ
     context = SimpleNamespace(get_mm_config=found.model_config.get_multimodal_config)
-    *_, dummy_inputs = qwen_factories(qwen3_vl.Qwen3VLProcessingInfo)
+    *_, dummy_inputs = factories(qwen3_vl, "Qwen3VLForConditionalGeneration")
     built = dummy_inputs(SimpleNamespace(ctx=context))
     assert type(built) is qwen3_vl.Qwen3VLDummyInputsBuilder
 

@@ -17,8 +17,8 @@ from bench.harness.engine_checkpoints import MIXTURES, TOWER_PREFIXES
 from bench.harness.vllm import Encoder
 from bench.harness.waiting import wait_until
 from tests.engines.agreement import agree, compared, of_response
-from tests.engines.conftest import CALL, DTYPES, FAMILIES, OPTIONS, SAMPLING, TOOLS
-from tests.engines.pictures import CASES, CLIP_CASES, picture, with_pixels
+from tests.engines.conftest import CALL, DTYPES, FAMILIES, FURTHER, OPTIONS, SAMPLING, TOOLS
+from tests.engines.pictures import CASES, CLIP_CASES, TEXT, picture, with_pixels
 from tests.engines.stack import Stack, chat_body, figures_of, metric
 
 pytestmark = pytest.mark.timeout(600)
@@ -32,7 +32,10 @@ with_clips = pytest.mark.parametrize(
 
 @pytest.mark.parametrize(
     "family",
-    [FAMILIES[0], *(pytest.param(name, marks=pytest.mark.extended) for name in (*FAMILIES[1:], *MIXTURES))],
+    [
+        FAMILIES[0],
+        *(pytest.param(name, marks=pytest.mark.extended) for name in (*FAMILIES[1:], *MIXTURES, *FURTHER)),
+    ],
     indirect=True,
     scope="session",
 )
@@ -123,6 +126,25 @@ def test_clips_of_a_model_of_which_vllm_takes_none_are_refused(
     refused = stack.chat(with_pixels(CLIP_CASES[0], [], clip_sets[0]))
     assert refused.status_code == 400, refused.text
     assert "vLLM takes no video with this model" in refused.json()["error"]["message"]
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("family", ["qwen3_omni_moe"], indirect=True, scope="session")
+def test_sound_and_clips_of_qwen3_omni_are_refused_by_name(
+    family: str, clip_sets: list[list[bytes]], stack: Stack
+) -> None:
+    sound = {"type": "input_audio", "input_audio": {"data": "UklGRg==", "format": "wav"}}
+    for messages, words in (
+        (
+            [{"role": "user", "content": [sound]}],
+            "audio is not accepted: the encoder has Qwen3-Omni's vision",
+        ),
+        (with_pixels(CLIP_CASES[0], [], clip_sets[0]), "video is not accepted: the encoder takes images"),
+    ):
+        refused = stack.chat(messages)
+        assert refused.status_code == 400, refused.text
+        assert words in refused.json()["error"]["message"]
+    assert stack.chat(TEXT).status_code == 200
 
 
 def test_sixteen_at_once_are_not_mixed_up(

@@ -13,13 +13,13 @@ import torch
 from PIL import Image
 
 from bench.harness.reference import ReferenceTower
-from encoder_service.checkpoints.synthetic import make_checkpoint
+from encoder_service.checkpoints.synthetic import FAMILIES, make_checkpoint
 from encoder_service.ingest.decode import DecodeLimits
 from encoder_service.ingest.registry import load_preprocessor
 from encoder_service.towers.registry import load_tower
 from encoder_service.types import FrameItem, PreprocessOptions
 from lm_adapter import CacheTier, EncodedRows, ImageItem, VisionEncoderClient
-from tests.integration.conftest import FAMILIES, running
+from tests.integration.conftest import running
 from tests.parity.tower_cases import errors
 from tests.unit.store.integrity import check_store
 

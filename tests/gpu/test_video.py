@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from encoder_service.checkpoints.synthetic import FAMILIES, make_checkpoint
+from encoder_service.checkpoints.synthetic import make_checkpoint
 from encoder_service.ingest.decode import DecodeLimits
 from encoder_service.ingest.registry import load_preprocessor
 from encoder_service.towers.registry import load_tower
 from encoder_service.types import EncodedFile, PreprocessOptions
 from lm_adapter import ClipItem, EncodedRows, ImageItem, VisionEncoderClient
+from tests.families import REPRESENTATIVE
 from tests.integration.conftest import running
 from tests.unit.ingest import clip_files, image_files
 from tests.unit.transport.broker_rig import socket_folder
@@ -33,7 +34,7 @@ def float32_rows(checkpoint: Path, family: str, data: bytes) -> torch.Tensor:
     return torch.cat(rows)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", REPRESENTATIVE)
 @pytest.mark.parametrize("kind", ["inline", "device"])
 def test_p26_p28_clips_replay_graphs_beside_images(
     family: str, kind: str, device: torch.device, tmp_path: Path

@@ -19,9 +19,8 @@ from encoder_service.checkpoints.synthetic import make_checkpoint
 from encoder_service.config import parse_settings
 from encoder_service.serve import Service
 from lm_adapter import VisionEncoderClient
+from tests.families import REPRESENTATIVE
 from vision_encoder.v1 import encoder_pb2_grpc
-
-FAMILIES = ("qwen3_vl", "qwen3_5", "kimi_k25")
 
 
 class RunningService:
@@ -116,9 +115,9 @@ def tokens_file(folder: Path, *lines: str) -> Path:
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A tiny checkpoint with its language model, per family."""
     root = tmp_path_factory.mktemp("checkpoints")
-    for family in FAMILIES:
+    for family in REPRESENTATIVE:
         make_checkpoint(root / family, family, "tiny", 5, with_lm=True)
-    return {family: root / family for family in FAMILIES}
+    return {family: root / family for family in REPRESENTATIVE}
 
 
 @pytest.fixture(scope="session")

@@ -18,7 +18,8 @@ from PIL import Image, ImageOps
 from bench.harness.reference import import_reference
 from lm_adapter import EncodedRows, ImageItem, VisionEncoderClient
 from lm_adapter.engines.hf import RemoteItem, RemoteVisionLM, load_language_model
-from tests.integration.conftest import FAMILIES, running
+from tests.families import REPRESENTATIVE
+from tests.integration.conftest import running
 from tests.parity.full_model import FullModel
 
 PHOTOS = Path(__file__).resolve().parents[1] / "data" / "photos"
@@ -79,7 +80,7 @@ class Reference:
         return list(output[0, inputs["input_ids"].shape[1] :].tolist())
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=REPRESENTATIVE)
 def rig(
     request: pytest.FixtureRequest, checkpoints: dict[str, Path], device: torch.device
 ) -> Iterator[tuple[Reference, RemoteVisionLM, VisionEncoderClient]]:

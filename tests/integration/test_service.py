@@ -27,7 +27,8 @@ from lm_adapter import (
     PrefetchStatus,
     VisionEncoderClient,
 )
-from tests.integration.conftest import FAMILIES, RunningService, Serve, connected, running
+from tests.families import REPRESENTATIVE
+from tests.integration.conftest import RunningService, Serve, connected, running
 from tests.integration.health import health_of
 from tests.integration.images import photo
 from vision_encoder.v1 import encoder_pb2 as pb
@@ -44,7 +45,7 @@ def figures(service: RunningService) -> dict[str, float]:
     return {name: float(value) for name, value in lines}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", REPRESENTATIVE)
 def test_every_family_miss_hit_lookup_fetch_prefetch(
     family: str, checkpoints: dict[str, Path], device: torch.device, tmp_path: Path
 ) -> None:

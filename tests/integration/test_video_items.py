@@ -23,7 +23,8 @@ from lm_adapter import (
     PreprocessOptions,
 )
 from lm_adapter import VisionEncoderClient as Client
-from tests.integration.conftest import FAMILIES, RunningService, Serve, running
+from tests.families import REPRESENTATIVE
+from tests.integration.conftest import RunningService, Serve, running
 from tests.integration.test_process import client_command
 from tests.unit.ingest import clip_files, image_files
 
@@ -39,7 +40,7 @@ def still() -> ImageItem:
     return ImageItem(image_files.ppm(picture))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", REPRESENTATIVE)
 def test_facts_of_a_clip_come_with_a_place_and_with_a_hit(
     family: str, checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -65,7 +66,7 @@ def test_facts_of_a_clip_come_with_a_place_and_with_a_hit(
     assert bool(found[0].chunk_grids) == (family == "kimi_k25")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", REPRESENTATIVE)
 def test_prefetch_says_a_clips_grid_and_times_before_the_encode_and_after_it(
     family: str, checkpoints: dict[str, Path]
 ) -> None:

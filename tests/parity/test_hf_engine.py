@@ -9,10 +9,11 @@ from collections.abc import Sequence
 
 import pytest
 
-from encoder_service.checkpoints.synthetic import FAMILIES, make_checkpoint
+from encoder_service.checkpoints.synthetic import make_checkpoint
 from lm_adapter.engines.hf import RemoteItem, RemoteVisionLM, load_language_model
 from lm_adapter.errors import InvalidRequest
 from lm_adapter.items import Modality
+from tests.families import REPRESENTATIVE
 from tests.parity.full_model import VISION_END, VISION_START, FullModel, Picture
 from tests.parity.tower_cases import assert_close
 
@@ -44,7 +45,7 @@ class Pair:
         return [self.full.item(picture) for picture in pictures]
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=REPRESENTATIVE)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     family = request.param
     checkpoint = tmp_path_factory.mktemp("hf") / family

@@ -13,10 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from bench.harness.reference import import_reference
-from encoder_service.checkpoints.synthetic import FAMILIES, config_for, make_checkpoint
+from encoder_service.checkpoints.synthetic import config_for, make_checkpoint
 from lm_adapter.engines.hf import RemoteVisionLM, load_language_model
 from lm_adapter.engines.shared.checkpoint import vision_interface
 from lm_adapter.errors import InvalidRequest
+from tests.families import REPRESENTATIVE
 from tests.parity.tower_cases import assert_close
 
 
@@ -25,7 +26,7 @@ def reference() -> Any:
     return import_reference()
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=REPRESENTATIVE)
 def published(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("checkpoint") / request.param
     make_checkpoint(path, request.param, "tiny", seed=3, with_lm=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -193,3 +193,50 @@ def test_p06_drafts_stand_where_accepted_tokens_would(
         vocab_size=VOCAB_SIZE,
     )
     np.testing.assert_array_equal(restored, prompt.expanded.ids)
+
+
+@pytest.mark.parametrize(("fps", "grid"), [(2.0, (4, 4, 6)), (1.0, (3, 40, 2)), (4.0, (1, 2, 2))])
+def test_clips_of_qwen3_omni_advance_in_time(fps: float, grid: Grid) -> None:
+    """An image and a clip without timestamps; 13 positions are a second, and two frames are a patch."""
+    import_reference()
+    module = importlib.import_module("transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe")
+    config = SimpleNamespace(
+        image_token_id=IMAGE,
+        video_token_id=VIDEO,
+        audio_token_id=902,
+        vision_start_token_id=903,
+        audio_start_token_id=904,
+        position_id_per_seconds=13,
+    )
+    kind = module.Qwen3OmniMoePreTrainedModelForConditionalGeneration
+    model = SimpleNamespace(
+        config=config,
+        spatial_merge_size=MERGE,
+        get_llm_pos_ids_for_vision=partial(kind.get_llm_pos_ids_for_vision, None),
+    )
+    image = (1, 6, 4)
+    items = [
+        prompt_item(
+            shape,
+            placeholder_id=token,
+            merge_size=MERGE,
+            modality=modality,
+            merges_time=False,
+            has_timestamps=False,
+        )
+        for shape, token, modality in ((image, IMAGE, Modality.IMAGE), (grid, VIDEO, Modality.VIDEO))
+    ]
+    ids = [1, 903, IMAGE, 905, 7, 8, 903, VIDEO, 905, 9]
+    prompt = expand_placeholders(ids, items, (IMAGE, VIDEO))
+    seconds = 2 / fps
+    found = mrope_positions(prompt, [image, grid], merge_size=MERGE, time_steps=[1, seconds * 13])
+    expected, delta = kind.get_rope_index(
+        model,
+        torch.from_numpy(prompt.ids)[None],
+        torch.tensor([image]),
+        torch.tensor([grid]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+        second_per_grids=torch.tensor([seconds]),
+    )
+    np.testing.assert_array_equal(found.prompt, expected[:, 0].numpy().astype(np.int64))
+    assert found.delta == int(delta)

@@ -64,6 +64,36 @@ VARIANTS: dict[str, Callable[[], dict[str, Any]]] = {
         {"hidden_size": 144, "num_heads": 2, "intermediate_size": 538, "depth": 6, "out_hidden_size": 192},
         model_type="qwen3_5_moe",
     ),
+    # Qwen3.8-Flash-Next and Intern-S2-Preview have the widths of Qwen3.5, and rows of other widths.
+    "qwen4_exp-125b": lambda: config_with(
+        "qwen4_exp",
+        "small",
+        {"hidden_size": 144, "num_heads": 2, "intermediate_size": 538, "depth": 6, "out_hidden_size": 320},
+    ),
+    "intern_s2_preview-35b": lambda: config_with(
+        "intern_s2_preview",
+        "small",
+        {"hidden_size": 144, "num_heads": 2, "intermediate_size": 538, "depth": 6, "out_hidden_size": 256},
+    ),
+    # Qwen3-Omni-30B-A3B: 1152 wide, 16 heads of 72, 27 deep, levels 8, 16, 24.
+    "qwen3_omni_moe-30b": lambda: config_with(
+        "qwen3_omni_moe",
+        "small",
+        {
+            "hidden_size": 144,
+            "num_heads": 2,
+            "intermediate_size": 538,
+            "depth": 5,
+            "deepstack_visual_indexes": [1, 2, 3],
+            "out_hidden_size": 256,
+        },
+    ),
+    # Intern-S1-Pro: 1024 wide, 16 heads of 64, 24 deep, without levels.
+    "interns1_pro-1t": lambda: config_with(
+        "interns1_pro",
+        "small",
+        {"hidden_size": 128, "num_heads": 2, "intermediate_size": 512, "depth": 6, "out_hidden_size": 512},
+    ),
     "kimi_k25-tiny": lambda: config_with("kimi_k25", "tiny", {}),
     "kimi_k25-72": lambda: config_with(
         "kimi_k25",

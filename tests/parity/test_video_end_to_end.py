@@ -13,13 +13,14 @@ import torch
 
 from bench.harness.reference import import_reference
 from encoder_service import startup
-from encoder_service.checkpoints.synthetic import FAMILIES, make_checkpoint
+from encoder_service.checkpoints.synthetic import make_checkpoint
 from encoder_service.rpc import convert
 from lm_adapter import ClipItem, PreprocessOptions, VisionEncoderClient
 from lm_adapter.engines.hf import RemoteItem, load_language_model
 from lm_adapter.items import Grid, Modality
 from lm_adapter.prefill.clip_texts import kimi_chunk_texts, qwen_frame_texts
 from lm_adapter.types import EncodedRows
+from tests.families import REPRESENTATIVE
 from tests.integration.conftest import RunningService, running
 from tests.parity.full_model import FullModel, Picture
 from tests.parity.tower_cases import assert_close
@@ -76,7 +77,7 @@ class Served:
         return pixels.reshape(pixels.shape[0], -1), grids, batch["video_metadata"][0]
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=REPRESENTATIVE)
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     family = request.param
     checkpoint = tmp_path_factory.mktemp("clips") / family

@@ -60,10 +60,11 @@ def fresh_seed() -> int:
 def config_with(family: str, size: str, vision: dict[str, Any], **top: Any) -> dict[str, Any]:
     """A synthetic config with other vision settings; the language model's width follows the rows'."""
     config = copy.deepcopy(config_for(family, size)) | top
-    config["vision_config"] |= vision
+    section = config.get("thinker_config", config)
+    section["vision_config"] |= vision
     out_width = vision.get("out_hidden_size", vision.get("text_hidden_size"))
     if out_width is not None:
-        config["text_config"]["hidden_size"] = out_width
+        section["text_config"]["hidden_size"] = out_width
     return config
 
 

@@ -11,13 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.families import REPRESENTATIVE
+
 if importlib.util.find_spec("smg") is None:
     collect_ignore_glob = ["test_*.py"]
 else:
     from bench.harness.tokenspeed import Encoder, Gateway, PrefillWorker
     from encoder_service.checkpoints.synthetic import make_checkpoint
 
-FAMILIES = ("qwen3_vl", "qwen3_5", "kimi_k25")
 # How the gateway sends pixels, and the dtype of pixels and rows.
 WAYS = {"qwen3_vl": "auto", "qwen3_5": "inline", "kimi_k25": "auto"}
 DTYPES = {"qwen3_vl": "float32", "qwen3_5": "float32", "kimi_k25": "bfloat16"}
@@ -26,9 +27,9 @@ DTYPES = {"qwen3_vl": "float32", "qwen3_5": "float32", "kimi_k25": "bfloat16"}
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("checkpoints")
-    for family in FAMILIES:
+    for family in REPRESENTATIVE:
         make_checkpoint(root / family, family, "tiny", 3, with_lm=True)
-    return {family: root / family for family in FAMILIES}
+    return {family: root / family for family in REPRESENTATIVE}
 
 
 @pytest.fixture(scope="session")

@@ -21,8 +21,9 @@ from encoder_service.cli import serve as cli_serve
 from encoder_service.config import parse_settings
 from encoder_service.towers import Tower, load_tower
 from tests.engines.pictures import clip
+from tests.families import REPRESENTATIVE
 from tests.integration.tokenspeed import FAILED, SUCCESS, Rank, encode, image, new_room, random_pixels
-from tests.tokenspeed.conftest import DTYPES, FAMILIES, WAYS
+from tests.tokenspeed.conftest import DTYPES, WAYS
 
 NUM_REQUESTS = 64
 
@@ -57,7 +58,7 @@ def assert_rows(prefill: PrefillWorker, gateway: Gateway, tower: Tower, room: in
     torch.testing.assert_close(prefill.rows(room).float(), expected, rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", REPRESENTATIVE)
 def test_images_give_the_towers_rows(
     family: str, gateways: dict[str, Gateway], prefill: PrefillWorker, towers: dict[str, Tower]
 ) -> None:

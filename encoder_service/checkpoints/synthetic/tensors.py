@@ -1,9 +1,8 @@
 """Names, shapes and random values of a synthetic checkpoint's tensors.
 
 Owns the distributions and the draws. Names and shapes of vision tensors come from the tower's config. Those
-of language models are here: ``model.language_model.*`` and ``lm_head.weight`` for Qwen3-VL and Qwen3.5,
-``language_model.model.*`` and ``language_model.lm_head.weight`` for Kimi-K2.5 (the architecture of
-DeepSeek-V3: latent attention, routed and shared experts).
+of language models are here, below the prefixes that the family states. The settings in ``text_config`` choose
+their layers: grouped-query, linear or latent attention, one MLP or routed and shared experts.
 
 Each tensor has its own generator, seeded by the checkpoint's seed and the tensor's name, so that its values
 do not depend on which other tensors are written. The weights of a linear layer have a standard deviation of
@@ -22,6 +21,7 @@ from typing import Any
 
 import torch
 
+from encoder_service.checkpoints.synthetic.family import LanguageTensors
 from encoder_service.checkpoints.synthetic.tokens import NUM_ORDINARY_TOKENS
 from encoder_service.towers.published import PublishedTensor
 from encoder_service.towers.registry import parse_config
@@ -111,16 +111,9 @@ def _vision_tensor(name: str, tensor: PublishedTensor, residual_gain: float) -> 
     return weight(name, *tensor.shape, gain=gain, centred=parameter.endswith("fc2.weight"))
 
 
-def language_layout(config: dict[str, Any]) -> Iterator[TensorSpec]:
+def language_layout(config: dict[str, Any], language: LanguageTensors) -> Iterator[TensorSpec]:
     """Every language-model tensor of a synthetic ``config.json``, in the order of the forward pass."""
-    text = config["text_config"]
-    match config["model_type"]:
-        case "kimi_k25":
-            return _model(text, "language_model.model", "language_model.lm_head", norm_mean=1.0)
-        case "qwen3_5":
-            return _model(text, "model.language_model", "lm_head", norm_mean=0.0)
-        case _:
-            return _model(text, "model.language_model", "lm_head", norm_mean=1.0)
+    return _model(config.get("thinker_config", config)["text_config"], *language)
 
 
 def _model(text: dict[str, Any], root: str, head: str, norm_mean: float) -> Iterator[TensorSpec]:
@@ -133,9 +126,13 @@ def _model(text: dict[str, Any], root: str, head: str, norm_mean: float) -> Iter
         yield rms_norm(f"{prefix}.post_attention_layernorm", width, norm_mean)
         if layer >= text.get("first_k_dense_replace", text["num_hidden_layers"]):
             yield from _experts(f"{prefix}.mlp", text)
+        elif "num_experts" in text:
+            yield from _qwen_experts(f"{prefix}.mlp", text)
         else:
             yield from _gated_mlp(f"{prefix}.mlp", width, text["intermediate_size"])
     yield rms_norm(f"{root}.norm", width, norm_mean)
+    if "fope_sep_head" in (text.get("rope_scaling") or {}):
+        yield from _fourier_coefficients(f"{root}.rotary_emb", text)
     yield TensorSpec(
         f"{head}.weight",
         (vocab_size, width),
@@ -214,3 +211,29 @@ def _experts(name: str, text: dict[str, Any]) -> Iterator[TensorSpec]:
     correction = (text["n_routed_experts"],)
     yield TensorSpec(f"{name}.gate.e_score_correction_bias", correction, 0.0, 0.05, torch.float32)
     yield from _gated_mlp(f"{name}.shared_experts", width, text["n_shared_experts"] * inner_width)
+
+
+def _qwen_experts(name: str, text: dict[str, Any]) -> Iterator[TensorSpec]:
+    """Routed experts and their router; with a shared expert also its gate, and the experts as one tensor."""
+    width, inner_width, count = text["hidden_size"], text["moe_intermediate_size"], text["num_experts"]
+    yield weight(f"{name}.gate.weight", count, width)
+    shared_width = text.get("shared_expert_intermediate_size", 0)
+    if not shared_width:
+        for expert in range(count):
+            yield from _gated_mlp(f"{name}.experts.{expert}", width, inner_width)
+        return
+    yield TensorSpec(f"{name}.experts.gate_up_proj", (count, 2 * inner_width, width), 0.0, width**-0.5)
+    yield TensorSpec(f"{name}.experts.down_proj", (count, width, inner_width), 0.0, inner_width**-0.5)
+    yield from _gated_mlp(f"{name}.shared_expert", width, shared_width)
+    yield weight(f"{name}.shared_expert_gate.weight", 1, width)
+
+
+def _fourier_coefficients(name: str, text: dict[str, Any]) -> Iterator[TensorSpec]:
+    """Of rotary positions with Fourier series (FoPE): per head of keys a mix of the frequencies that turn at
+    least once within the longest prompt."""
+    head_dim, most_positions = text["head_dim"], text["max_position_embeddings"]
+    frequencies = [text["rope_theta"] ** (-pair / head_dim) for pair in range(0, head_dim, 2)]
+    count = sum(frequency > 2 * math.pi / most_positions for frequency in frequencies)
+    for kind in ("sin", "cos"):
+        shape = (text["num_key_value_heads"], count, count)
+        yield TensorSpec(f"{name}.{kind}_coef", shape, 0.0, count**-0.5)

@@ -46,6 +46,8 @@ QWEN_TOKENS = (
     "<|box_start|>", "<|box_end|>", "<|quad_start|>", "<|quad_end|>",
     "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>",
 )  # fmt: skip
+# Qwen3-Omni has these of audio besides, at ids 151669, 151670 and 151675.
+OMNI_TOKENS = (*QWEN_TOKENS, "<|audio_start|>", "<|audio_end|>", "<|audio_pad|>")
 # Kimi-K2.5 has these, and its tool tokens, at ids 163584 to 163605.
 KIMI_TOKENS = (
     "[BOS]", "[EOS]", "<|im_end|>", "<|im_user|>", "<|im_assistant|>", "<|start_header_id|>",

@@ -13,7 +13,12 @@ from pathlib import Path
 
 from safetensors.torch import save_file
 
-from encoder_service.checkpoints.synthetic.files import config_for, small_files
+from encoder_service.checkpoints.synthetic.files import (
+    SYNTHETIC,
+    WITH_LANGUAGE_MODEL,
+    config_for,
+    small_files,
+)
 from encoder_service.checkpoints.synthetic.tensors import TensorSpec, draw, language_layout, vision_layout
 from encoder_service.errors import ConfigurationError
 
@@ -27,13 +32,18 @@ def make_checkpoint(out: Path, family: str, size: str, seed: int, with_lm: bool 
     do not depend on ``with_lm``. Without a language model, the directory is enough to serve a tower; with
     one, the reference package can load all of it. The directory appears complete or not at all.
 
-    Raises ConfigurationError for an unknown family or size, and if ``out`` exists and is not an empty
-    directory.
+    Raises ConfigurationError for an unknown family or size, if ``out`` exists and is not an empty directory,
+    and for a language model that is not made here.
     """
-    config = config_for(family, size)
+    config, tensors = config_for(family, size), SYNTHETIC[family].language
+    if with_lm and tensors is None:
+        known = ", ".join(WITH_LANGUAGE_MODEL)
+        raise ConfigurationError(
+            f"the language model of {family} is not made here, those of {known} are: leave --with-lm out"
+        )
     _check_vacant(out)
     vision = list(vision_layout(config))
-    language = list(language_layout(config)) if with_lm else []
+    language = list(language_layout(config, tensors)) if with_lm and tensors else []
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".partial", dir=out.parent))
     try:

@@ -28,7 +28,7 @@ import torch
 from encoder_service.errors import ClipTooLarge, InvalidOption, UndecodableClip
 from encoder_service.ingest.decode import Transparent
 from encoder_service.ingest.resize import resize_and_pad, resize_bytes
-from encoder_service.ingest.settings import MoonViTVideoSettings, QwenVideoSettings
+from encoder_service.ingest.settings import Settings
 from encoder_service.ingest.video.boxes import check_tables
 from encoder_service.ingest.video.container import check_whole, container_of, gif_pictures
 from encoder_service.ingest.video.source import ClipHeader, ClipLimits, ClipSource, FramesClip
@@ -84,7 +84,7 @@ class ClipRules(abc.ABC):
 
     def __init__(
         self,
-        settings: QwenVideoSettings | MoonViTVideoSettings,
+        settings: Settings,
         limits: ClipLimits,
         patch_size: int,
         transparent: Transparent,

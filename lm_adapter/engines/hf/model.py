@@ -27,6 +27,8 @@ from lm_adapter.errors import InvalidRequest
 if TYPE_CHECKING:
     import torch
 
+DRIVEN = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "kimi_k25")
+"""model_type of the checkpoints that are loaded here."""
 _LANGUAGE_PREFIX = r"^(model\.language_model|language_model\.model)\."
 _HEAD_NAMES = ("lm_head.weight", "language_model.lm_head.weight")
 _LAYER = re.compile(r"layers\.(\d+)\.")
@@ -48,6 +50,11 @@ def load_language_model(
     path = Path(path)
     dtype = torch.float32 if dtype is None else dtype
     interface = vision_interface(read_config(path))
+    if interface.model_type not in DRIVEN:
+        raise InvalidRequest(
+            f"model_type {interface.model_type!r} is not driven here, needs {' or '.join(DRIVEN)}",
+            reason="CHECKPOINT",
+        )
     try:
         config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
         text_config = config.get_text_config()

@@ -10,5 +10,5 @@ modules in this order:
 - ``models``      in each rank: SGLang's model classes without a tower; a request brings its rows along
 
 Every failure of a request happens in ``processors``, before SGLang's scheduler gets the request. ``settings``
-reads the settings.
+reads the settings, ``families`` names the models.
 """

@@ -17,21 +17,13 @@ from typing import Any
 
 import torch
 from sglang.srt.managers import mm_schedule
-from sglang.srt.models import kimi_k25, qwen3_5, qwen3_vl, qwen3_vl_moe
 from torch import nn
 
+from lm_adapter.engines.sglang.families import TOWER_PREFIXES, TOWERS, served_classes
 from lm_adapter.engines.sglang.settings import PACKAGE, Settings, check_loaded, read_settings
 from lm_adapter.engines.shared.first_contact import start_of
 
 logger = logging.getLogger("sglang.vision_encoder")
-
-TOWER_PREFIXES = ("model.visual.", "visual.", "vision_tower.", "mm_projector.")
-"""Published names of the tower's tensors."""
-TOWERS = {
-    qwen3_vl: ("Qwen3VLMoeVisionModel",),
-    kimi_k25: ("MoonViT3dPretrainedModel", "K2VLMultiModalProjector"),
-}
-"""Tower classes, by module."""
 
 
 class NoTower(nn.Module):
@@ -45,7 +37,9 @@ class NoTower(nn.Module):
 @contextlib.contextmanager
 def _towers_left_out() -> Iterator[None]:
     """Within the block, SGLang's constructors build a NoTower, because they look up their tower by name."""
-    towers = {(module, name): getattr(module, name) for module, names in TOWERS.items() for name in names}
+    modules = {module: importlib.import_module(f"sglang.srt.models.{module}") for module in TOWERS}
+    places = [(modules[module], name) for module, names in TOWERS.items() for name in names]
+    towers = {(module, name): getattr(module, name) for module, name in places}
     try:
         for module, name in towers:
             setattr(module, name, NoTower)
@@ -72,6 +66,20 @@ def _rows_to_host(items: list[Any]) -> None:
     mm_schedule.host_offload_event.record(stream)
 
 
+def _then_rows_to_host(forward: Any) -> Any:
+    """A model's ``forward``, after which the rows that it used leave the GPU."""
+
+    @functools.wraps(forward)
+    def wrapped(input_ids: Any, positions: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
+        # Read first, because SGLang clears ``mm_inputs`` while it computes embeddings.
+        inputs = [entry for entry in forward_batch.mm_inputs or () if entry is not None]
+        out = forward(input_ids, positions, forward_batch, *args, **kwargs)
+        _rows_to_host([item for entry in inputs for item in entry.mm_items])
+        return out
+
+    return wrapped
+
+
 def without_tower(parent: Any) -> type:
     """A subclass of the model class ``parent`` whose tower is neither built nor loaded."""
 
@@ -84,6 +92,9 @@ def without_tower(parent: Any) -> type:
             importlib.import_module(f"{PACKAGE}.processors")
             with _towers_left_out():
                 super().__init__(*args, **kwargs)
+            # Of the instance, because some models of SGLang set theirs there too.
+            instance: Any = self
+            instance.forward = _then_rows_to_host(instance.forward)
             num_parameters = sum(parameter.numel() for parameter in self.parameters())
             logger.info("%s is built without a vision tower: %d parameters", parent.__name__, num_parameters)
 
@@ -91,29 +102,10 @@ def without_tower(parent: Any) -> type:
             language_weights = (pair for pair in weights if not pair[0].startswith(TOWER_PREFIXES))
             return super().load_weights(language_weights, *args, **kwargs)
 
-        @functools.wraps(parent.forward)
-        def forward(
-            self, input_ids: Any, positions: Any, forward_batch: Any, *args: Any, **kwargs: Any
-        ) -> Any:
-            # Read first, because SGLang clears ``mm_inputs`` while it computes embeddings.
-            inputs = [entry for entry in forward_batch.mm_inputs or () if entry is not None]
-            out = super().forward(input_ids, positions, forward_batch, *args, **kwargs)
-            _rows_to_host([item for entry in inputs for item in entry.mm_items])
-            return out
-
     # SGLang finds a model by the name of its class.
     WithoutTower.__name__ = WithoutTower.__qualname__ = parent.__name__
     WithoutTower.__module__ = __name__
     return WithoutTower
 
 
-EntryClass = [
-    without_tower(parent)
-    for parent in (
-        qwen3_vl.Qwen3VLForConditionalGeneration,
-        qwen3_vl_moe.Qwen3VLMoeForConditionalGeneration,
-        qwen3_5.Qwen3_5ForConditionalGeneration,
-        qwen3_5.Qwen3_5MoeForConditionalGeneration,
-        kimi_k25.KimiK25ForConditionalGeneration,
-    )
-]
+EntryClass = [without_tower(parent) for parent in served_classes()]

@@ -19,16 +19,13 @@ from fastapi import HTTPException
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.managers.multimodal_processor import PROCESSOR_MAPPING
 from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem, MultimodalProcessorOutput
-from sglang.srt.models.kimi_k25 import KimiK25ForConditionalGeneration
-from sglang.srt.models.qwen3_5 import Qwen3_5ForConditionalGeneration, Qwen3_5MoeForConditionalGeneration
-from sglang.srt.models.qwen3_vl import Qwen3VLForConditionalGeneration
-from sglang.srt.models.qwen3_vl_moe import Qwen3VLMoeForConditionalGeneration
 from sglang.srt.multimodal.cache import snapshot_media
 from sglang.srt.multimodal.processors.base_processor import BaseMultimodalProcessor, MultimodalSpecialTokens
 from sglang.srt.multimodal.processors.kimi_k25 import navit_resize_config
 from sglang.srt.utils.common import CLIENT_MEDIA_EXCEPTIONS, ImageData
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
+from lm_adapter.engines.sglang.families import KIMI_GRIDS, SERVED, served_classes
 from lm_adapter.engines.sglang.prompt import ImagePrompt, with_placeholders
 from lm_adapter.engines.sglang.rows import RowReader
 from lm_adapter.engines.sglang.settings import LOADERS, Settings, check_loaded, read_settings
@@ -47,19 +44,10 @@ SGLANG_VERSION = "0.5.23"
 FROM_ENCODER = "image rows come from the encoder"
 
 
-SERVED = (
-    Qwen3VLForConditionalGeneration,
-    Qwen3VLMoeForConditionalGeneration,
-    Qwen3_5ForConditionalGeneration,
-    Qwen3_5MoeForConditionalGeneration,
-    KimiK25ForConditionalGeneration,
-)
-
-
 class FileProcessor(BaseMultimodalProcessor):  # type: ignore[misc]
     """SGLang creates one in its tokenizer process, for a model of ``models``."""
 
-    models = SERVED
+    models = served_classes()
     generates_input_ids_from_raw_prompt = True
 
     @start_of(Settings.ENGINE, logger)
@@ -132,7 +120,7 @@ class FileProcessor(BaseMultimodalProcessor):  # type: ignore[misc]
         if not isinstance(input_text, str):
             return list(input_text)
         image_text = self._placeholder
-        if self._interface.uses_mrope:
+        if self._interface.model_type not in KIMI_GRIDS:
             image_text = f"<|vision_start|>{image_text}<|vision_end|>"
         ids: list[int] = self._tokenizer.encode(with_placeholders(input_text, self._placeholder, image_text))
         return ids
@@ -163,8 +151,7 @@ class _OtherModels:
     this module before it registers its processors."""
 
     def __iter__(self) -> Iterator[type]:
-        served = {model.__name__ for model in SERVED}
-        return iter([model for model in PROCESSOR_MAPPING if model.__name__ not in served])
+        return iter([model for model in PROCESSOR_MAPPING if model.__name__ not in SERVED])
 
 
 class RefusingProcessor(BaseMultimodalProcessor):  # type: ignore[misc]
@@ -177,7 +164,7 @@ class RefusingProcessor(BaseMultimodalProcessor):  # type: ignore[misc]
     def __init__(self, hf_config: Any, *_args: Any, **_kwargs: Any) -> None:
         raise InvalidRequest(
             f"the model is a {' or '.join(hf_config.architectures)}, image rows are for "
-            f"{', '.join(model.__name__ for model in SERVED)}: serve it without this plugin ("
+            f"{', '.join(SERVED)}: serve it without this plugin ("
             f"{' and '.join(LOADERS)} unset)"
         )
 
@@ -232,11 +219,11 @@ def image_file(data: Any, content_hash: str | None = None) -> ImageFile:
 def grid_rule(interface: VisionInterface, hf_config: Any, processor: Any) -> Callable[[ImageFile], Grid]:
     """The function by which the model's own processor derives a grid from an image's size. It raises
     ValueError for sizes that the processor refuses."""
-    if interface.model_type == "kimi_k25":
+    if interface.model_type in KIMI_GRIDS:
         # ``media_processor`` in the published code's processor, ``image_processor`` in that of transformers.
         media_processor = getattr(processor, "media_processor", None) or processor.image_processor
         return _kimi_rule(media_processor.media_proc_cfg)
-    patch_size = hf_config.vision_config.patch_size
+    patch_size = getattr(hf_config, "thinker_config", hf_config).vision_config.patch_size
     size = processor.image_processor.size
 
     def rule(image: ImageFile) -> Grid:

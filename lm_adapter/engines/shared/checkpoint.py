@@ -9,21 +9,41 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lm_adapter.errors import InvalidRequest
 from lm_adapter.items import Modality
 from lm_adapter.prefill.placeholders import PromptItem, prompt_item
 
+
+class _Family(NamedTuple):
+    """name: the tower's family, as the encoder names it. merges_time: an item's frames are averaged into one
+    set of rows. uses_mrope: positions have three axes. has_timestamps: a clip's frames have texts between
+    them. section: of config.json, that states what the file
+    states of other models."""
+
+    name: str
+    merges_time: bool = False
+    uses_mrope: bool = True
+    has_deepstack: bool = False
+    has_timestamps: bool = True
+    section: str = ""
+
+
 _FAMILIES = {
-    "qwen3_vl": ("qwen3_vl", False, True),
-    "qwen3_vl_moe": ("qwen3_vl", False, True),
-    "qwen3_5": ("qwen3_5", False, True),
-    "qwen3_5_moe": ("qwen3_5", False, True),
-    "kimi_k25": ("kimi_k25", True, False),
+    "qwen3_vl": _Family("qwen3_vl", has_deepstack=True),
+    "qwen3_vl_moe": _Family("qwen3_vl", has_deepstack=True),
+    "qwen3_5": _Family("qwen3_5"),
+    "qwen3_5_moe": _Family("qwen3_5"),
+    "qwen4_exp": _Family("qwen4_exp", has_deepstack=True),
+    "qwen3_omni_moe": _Family(
+        "qwen3_omni_moe", has_deepstack=True, has_timestamps=False, section="thinker_config"
+    ),
+    "interns1_pro": _Family("interns1_pro", uses_mrope=False, has_deepstack=True),
+    "intern_s2_preview": _Family("intern_s2_preview"),
+    "kimi_k25": _Family("kimi_k25", merges_time=True, uses_mrope=False),
 }
-"""model_type -> (the tower's family, as the encoder names it; an item's frames are averaged into one set of
-rows; positions are M-RoPE)."""
+"""By config.json's model_type."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +59,7 @@ class VisionInterface:
     merges_time: bool
     uses_mrope: bool
     num_deepstack_levels: int
+    has_timestamps: bool = True
 
     @property
     def placeholder_ids(self) -> tuple[int, int]:
@@ -52,6 +73,7 @@ class VisionInterface:
             merge_size=self.merge_size,
             modality=modality,
             merges_time=self.merges_time,
+            has_timestamps=self.has_timestamps,
         )
 
 
@@ -79,7 +101,9 @@ def vision_interface(config: Mapping[str, Any]) -> VisionInterface:
             f"model_type {model_type!r} is not driven here, needs {' or '.join(_FAMILIES)}",
             reason="CHECKPOINT",
         )
-    family, merges_time, uses_mrope = _FAMILIES[model_type]
+    family = _FAMILIES[model_type]
+    if family.section:
+        config = config.get(family.section, {})
     vision = config.get("vision_config", {})
     image_id = config.get("image_token_id", config.get("media_placeholder_token_id"))
     merge = vision.get("spatial_merge_size") or vision.get("merge_kernel_size", (2, 2))[0]
@@ -88,14 +112,15 @@ def vision_interface(config: Mapping[str, Any]) -> VisionInterface:
             "config.json names no placeholder: neither image_token_id nor media_placeholder_token_id",
             reason="CHECKPOINT",
         )
-    levels = vision.get("deepstack_visual_indexes", ()) if model_type.startswith("qwen3_vl") else ()
+    levels = vision.get("deepstack_visual_indexes") or () if family.has_deepstack else ()
     return VisionInterface(
         model_type=model_type,
-        family=family,
+        family=family.name,
         image_placeholder_id=int(image_id),
         video_placeholder_id=int(config.get("video_token_id", image_id)),
         merge_size=int(merge),
-        merges_time=merges_time,
-        uses_mrope=uses_mrope,
+        merges_time=family.merges_time,
+        uses_mrope=family.uses_mrope,
         num_deepstack_levels=len(levels),
+        has_timestamps=family.has_timestamps,
     )

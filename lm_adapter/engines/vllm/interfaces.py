@@ -30,6 +30,7 @@ MODELS = "vllm.model_executor.models"
 CALLED: Mapping[str, tuple[str, ...]] = {
     "vllm": (
         *("ModelRegistry.models", "ModelRegistry.register_model(model_arch, model_cls)", "__version__"),
+        "ModelRegistry.get_supported_archs()",
     ),
     "vllm.config": (
         *(
@@ -88,6 +89,10 @@ CALLED: Mapping[str, tuple[str, ...]] = {
     f"{MODELS}.interfaces": (
         *("SupportsLoRA.lora_skip_prefixes", "SupportsMultiModal._mark_tower_model(vllm_config, modalities)"),
     ),
+    f"{MODELS}.interns1_pro": ("InternS1ProForConditionalGeneration", "InternS1ProProcessingInfo"),
+    f"{MODELS}.interns2_preview": (
+        *("InternS2PreviewForConditionalGeneration", "InternS2PreviewProcessingInfo"),
+    ),
     f"{MODELS}.kimi_k25": (
         *("KimiK25ForConditionalGeneration", "KimiK25ProcessingInfo.get_hf_config()"),
         *("MaxImageTokenMeta.height", "MaxImageTokenMeta.width"),
@@ -95,6 +100,11 @@ CALLED: Mapping[str, tuple[str, ...]] = {
     f"{MODELS}.qwen3_5": (
         *("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"),
         *("Qwen3_5ProcessingInfo", "Qwen3_5MoeProcessingInfo"),
+    ),
+    f"{MODELS}.qwen3_omni_moe_thinker": (
+        "Qwen3OmniMoeThinkerForConditionalGeneration",
+        "Qwen3OmniMoeThinkerProcessingInfo.get_hf_config()",
+        "Qwen3OmniMoeThinkerProcessingInfo.get_image_size_with_most_features()",
     ),
     f"{MODELS}.qwen3_vl": (
         "Qwen3VLForConditionalGeneration",
@@ -186,6 +196,12 @@ OVERRIDDEN: Mapping[str, tuple[str, ...]] = {
         "KimiK25ProcessingInfo.get_data_parser()",
     ),
     f"{MODELS}.qwen3_5": ("Qwen3_5ForConditionalGeneration.embed_multimodal(kwargs)",),
+    f"{MODELS}.qwen3_omni_moe_thinker": (
+        "Qwen3OmniMoeThinkerForConditionalGeneration.embed_multimodal(kwargs)",
+        "Qwen3OmniMoeThinkerProcessingInfo.get_data_parser()",
+        "Qwen3OmniMoeThinkerProcessingInfo.get_supported_mm_limits()",
+        "Qwen3OmniMoeThinkerProcessingInfo.validate_num_items(modality, num_items)",
+    ),
     f"{MODELS}.qwen3_vl": (
         "Qwen3VLDummyInputsBuilder._get_dummy_images(width, height, num_images, overrides)",
         "Qwen3VLDummyInputsBuilder._get_dummy_videos(width, height, num_frames, num_videos, overrides)",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
-from typing import Any
+from typing import Any, NamedTuple
 
 from lm_adapter.engines.vllm.interfaces import refusal
 from lm_adapter.engines.vllm.settings import CONNECTOR, MODULE, has_connector, is_marked
@@ -20,14 +20,31 @@ from lm_adapter.errors import InvalidRequest
 
 logger = logging.getLogger("vllm.vision_encoder")
 
+
+class Model(NamedTuple):
+    """module: of vLLM's class, in ``vllm.model_executor.models`` unless it begins with ``vllm.``. processor:
+    the module of ``api_server`` whose ``factories`` make its processor. name: of vLLM's class, where it is
+    not the architecture."""
+
+    module: str
+    processor: str = "processor"
+    name: str = ""
+
+
 ARCHITECTURES = {
-    "Qwen3VLForConditionalGeneration": "qwen3_vl",
-    "Qwen3VLMoeForConditionalGeneration": "qwen3_vl_moe",
-    "Qwen3_5ForConditionalGeneration": "qwen3_5",
-    "Qwen3_5MoeForConditionalGeneration": "qwen3_5",
-    "KimiK25ForConditionalGeneration": "kimi_k25",
+    "Qwen3VLForConditionalGeneration": Model("qwen3_vl"),
+    "Qwen3VLMoeForConditionalGeneration": Model("qwen3_vl_moe"),
+    "Qwen3_5ForConditionalGeneration": Model("qwen3_5"),
+    "Qwen3_5MoeForConditionalGeneration": Model("qwen3_5"),
+    "Qwen4ExpForConditionalGeneration": Model("vllm.models.qwen4_exp"),
+    "Qwen3OmniMoeForConditionalGeneration": Model(
+        "qwen3_omni_moe_thinker", "qwen3_omni", "Qwen3OmniMoeThinkerForConditionalGeneration"
+    ),
+    "InternS1ProForConditionalGeneration": Model("interns1_pro"),
+    "InternS2PreviewForConditionalGeneration": Model("interns2_preview"),
+    "KimiK25ForConditionalGeneration": Model("kimi_k25", "kimi"),
 }
-"""Architecture -> the module of vLLM's class. The class here has the architecture's name."""
+"""By architecture. The class here has the architecture's name."""
 
 
 def register() -> None:
@@ -43,7 +60,8 @@ def register() -> None:
     from lm_adapter.engines.vllm.api_server.server import hook_config
     from lm_adapter.engines.vllm.failures import answer_with_reasons
 
-    for architecture in ARCHITECTURES:
+    # A series of vLLM may lack a model that the next one has.
+    for architecture in ARCHITECTURES.keys() & ModelRegistry.get_supported_archs():
         ModelRegistry.register_model(architecture, f"{__name__}:{architecture}")
         hook_config(architecture)
     register_media()
@@ -104,18 +122,14 @@ def _build(architecture: str) -> type:
     """The class without its tower, with its processor registered."""
     from vllm.multimodal import MULTIMODAL_REGISTRY
 
-    theirs = importlib.import_module(f"vllm.model_executor.models.{ARCHITECTURES[architecture]}")
-    if ARCHITECTURES[architecture] == "kimi_k25":
-        from lm_adapter.engines.vllm.api_server.kimi import kimi_factories
-
-        processor, info, dummy_inputs = kimi_factories()
-    else:
-        from lm_adapter.engines.vllm.api_server.processor import qwen_factories
-
-        parent = getattr(theirs, architecture.replace("ForConditionalGeneration", "ProcessingInfo"))
-        processor, info, dummy_inputs = qwen_factories(parent)
-    register = MULTIMODAL_REGISTRY.register_processor(processor, info=info, dummy_inputs=dummy_inputs)
-    model: type = register(without_tower(getattr(theirs, architecture)))
+    module, processor, name = ARCHITECTURES[architecture]
+    name = name or architecture
+    is_absolute = module.startswith("vllm.")
+    theirs = importlib.import_module(module if is_absolute else f"vllm.model_executor.models.{module}")
+    ours = importlib.import_module(f"lm_adapter.engines.vllm.api_server.{processor}")
+    files, info, dummy_inputs = ours.factories(theirs, name)
+    register = MULTIMODAL_REGISTRY.register_processor(files, info=info, dummy_inputs=dummy_inputs)
+    model: type = register(without_tower(getattr(theirs, name)))
     # vLLM tells models apart by the names of their classes.
     model.__module__, model.__qualname__, model.__name__ = __name__, architecture, architecture
     return model

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from encoder_service.checkpoints.hub import MAX_FAILURES, Hub, fetch
 from encoder_service.checkpoints.hub_id import HubId, hub_id
-from encoder_service.checkpoints.synthetic import FAMILIES, config_for, make_checkpoint
+from encoder_service.checkpoints.synthetic import FAMILIES, WITH_LANGUAGE_MODEL, config_for, make_checkpoint
 from encoder_service.cli import app
 from encoder_service.errors import CheckpointError, MismatchedTensors, MissingTensors, UnsupportedCheckpoint
 from encoder_service.ingest.decode import DecodeLimits
@@ -71,7 +71,7 @@ def edited(folder: Path, target: Path, change: Callable[[Path], None]) -> Path:
 def test_a_folder_with_only_what_the_tower_needs(
     fake: FakeHub, hub: Hub, family: str, tmp_path: Path
 ) -> None:
-    make_checkpoint(tmp_path / "c", family, "tiny", 3, with_lm=True)
+    make_checkpoint(tmp_path / "c", family, "tiny", 3, with_lm=family in WITH_LANGUAGE_MODEL)
     model = fake.add(MODEL.repo, tmp_path / "c")
     folder = fetch(MODEL, hub)
     assert fingerprint(folder) == fingerprint(tmp_path / "c")

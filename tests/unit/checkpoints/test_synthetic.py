@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from encoder_service.checkpoints.synthetic import FAMILIES, make_checkpoint, writer
+from encoder_service.checkpoints.synthetic import FAMILIES, WITH_LANGUAGE_MODEL, make_checkpoint, writer
 from encoder_service.errors import ConfigurationError
 
 
@@ -25,7 +25,7 @@ def test_the_same_seed_writes_the_same_bytes_and_another_one_other_values(
     family: str, tmp_path: Path
 ) -> None:
     for name, seed in (("first", 7), ("second", 7), ("third", 8)):
-        make_checkpoint(tmp_path / name, family, "tiny", seed=seed, with_lm=True)
+        make_checkpoint(tmp_path / name, family, "tiny", seed=seed, with_lm=family in WITH_LANGUAGE_MODEL)
     first, second = (
         {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in ("first", "second")
     )
@@ -39,6 +39,12 @@ def test_unknown_family_and_size_are_refused_with_the_known_ones(tmp_path: Path)
         make_checkpoint(tmp_path / "out", "qwen2_vl", "tiny", seed=0)
     with pytest.raises(ConfigurationError, match="tiny, small, full"):
         make_checkpoint(tmp_path / "out", "qwen3_vl", "huge", seed=0)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_language_model_that_is_not_made_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"of qwen4_exp is not made here.*leave --with-lm out"):
+        make_checkpoint(tmp_path / "out", "qwen4_exp", "tiny", seed=0, with_lm=True)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from encoder_service.checkpoints.synthetic import make_checkpoint
+from encoder_service.checkpoints.synthetic import FAMILIES, make_checkpoint
 from encoder_service.errors import GridMismatch
 from encoder_service.scheduler.buckets import Bucket
 from encoder_service.towers import load_tower
@@ -31,9 +31,18 @@ BATCHES = [
 NUM_PADDING = 4
 
 
-# Qwen3-VL's tower is Qwen3.5's with deepstack levels.
+# Qwen3-VL's tower is Qwen3.5's with deepstack levels, and so are those of further families.
 @pytest.fixture(
-    scope="module", params=["qwen3_vl", "kimi_k25", pytest.param("qwen3_5", marks=pytest.mark.extended)]
+    scope="module",
+    params=[
+        "qwen3_vl",
+        "kimi_k25",
+        *(
+            pytest.param(family, marks=pytest.mark.extended)
+            for family in FAMILIES
+            if family not in ("qwen3_vl", "kimi_k25")
+        ),
+    ],
 )
 def plain(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, device: torch.device

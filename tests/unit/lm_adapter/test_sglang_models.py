@@ -13,13 +13,14 @@ import pytest
 import torch
 from torch import nn
 
+from lm_adapter.engines.sglang.families import SERVED, TOWERS
 from lm_adapter.engines.sglang.settings import LOADERS, PACKAGE, VARIABLE
 from lm_adapter.errors import InvalidRequest
 
 MODULE = f"{PACKAGE}.models"
 STAND_INS = (
     *("sglang", "sglang.srt", "sglang.srt.managers", "sglang.srt.managers.mm_schedule", "sglang.srt.models"),
-    *(f"sglang.srt.models.{name}" for name in ("kimi_k25", "qwen3_5", "qwen3_vl", "qwen3_vl_moe")),
+    *(f"sglang.srt.models.{name}" for name in sorted({*SERVED.values(), *TOWERS})),
 )
 
 
@@ -61,20 +62,14 @@ def models(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         if parent in modules:
             setattr(modules[parent], last, module)
     modules["sglang.srt.managers.mm_schedule"].host_offload_event = None
-    of_qwen, of_kimi = modules["sglang.srt.models.qwen3_vl"], modules["sglang.srt.models.kimi_k25"]
-    of_qwen.Qwen3VLMoeVisionModel = Tower
-    of_kimi.MoonViT3dPretrainedModel = of_kimi.K2VLMultiModalProjector = Tower
-    for module, name, tower_of in (
-        ("qwen3_vl", "Qwen3VL", of_qwen),
-        ("qwen3_vl_moe", "Qwen3VLMoe", of_qwen),
-        ("qwen3_5", "Qwen3_5", of_qwen),
-        ("qwen3_5", "Qwen3_5Moe", of_qwen),
-        ("kimi_k25", "KimiK25", of_kimi),
-    ):
-        tower = "Qwen3VLMoeVisionModel" if tower_of is of_qwen else "MoonViT3dPretrainedModel"
-        name += "ForConditionalGeneration"
-        model = type(name, (Model,), {"module": tower_of, "tower": tower})
-        setattr(modules[f"sglang.srt.models.{module}"], name, model)
+    for module, names in TOWERS.items():
+        for name in names:
+            setattr(modules[f"sglang.srt.models.{module}"], name, Tower)
+    for name, module in SERVED.items():
+        # The models of one line of releases share the tower of the first one's module.
+        tower_of = next(where for where in (module, "qwen3_vl") if where in TOWERS)
+        of_tower = {"module": modules[f"sglang.srt.models.{tower_of}"], "tower": TOWERS[tower_of][0]}
+        setattr(modules[f"sglang.srt.models.{module}"], name, type(name, (Model,), of_tower))
     monkeypatch.setenv(VARIABLE, '{"target": "127.0.0.1:1"}')
     for name in LOADERS:
         monkeypatch.setenv(name, PACKAGE)
@@ -88,8 +83,7 @@ CONFIG = SimpleNamespace(deepstack_visual_indexes=[1, 3])
 
 def test_towers_are_neither_built_nor_loaded(models: Any) -> None:
     """Each model keeps its name, by which SGLang knows it, and what it reads of its tower."""
-    names = {model.__name__ for model in models.EntryClass}
-    assert len(names) == 5
+    assert {model.__name__ for model in models.EntryClass} == SERVED.keys()
     for kind in models.EntryClass:
         model = kind(CONFIG)
         assert {name.partition(".")[0] for name, _ in model.named_parameters()} == {"model"}

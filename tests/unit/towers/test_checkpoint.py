@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,14 @@ import safetensors
 import torch
 from safetensors.torch import load_file, save_file
 
-from encoder_service.checkpoints.synthetic import FAMILIES, config_for, make_checkpoint
+from bench.harness.engine_checkpoints import TOWER_PREFIXES
+from encoder_service.checkpoints.synthetic import (
+    FAMILIES,
+    WITH_LANGUAGE_MODEL,
+    config_for,
+    make_checkpoint,
+    vision_layout,
+)
 from encoder_service.errors import (
     CheckpointError,
     MismatchedTensors,
@@ -28,10 +36,10 @@ from tests.parity.tower_cases import vision_weights, write_published
 
 CPU = torch.device("cpu")
 Tensors = dict[str, torch.Tensor]
+BLOCK_1 = re.compile(r"blocks\.1\..*qkv\.weight")
 QKV = {
-    "qwen3_vl": "model.visual.blocks.1.attn.qkv.weight",
-    "qwen3_5": "model.visual.blocks.1.attn.qkv.weight",
-    "kimi_k25": "vision_tower.encoder.blocks.1.wqkv.weight",
+    family: next(spec.name for spec in vision_layout(config_for(family, "tiny")) if BLOCK_1.search(spec.name))
+    for family in FAMILIES
 }
 every_family = pytest.mark.parametrize("family", FAMILIES)
 
@@ -67,7 +75,7 @@ def test_values_survive_a_change_of_the_file(tmp_path: Path, family: str) -> Non
 
 @every_family
 def test_only_vision_tensors_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
-    make_checkpoint(tmp_path / "full", family, "tiny", 3, with_lm=True)
+    make_checkpoint(tmp_path / "full", family, "tiny", 3, with_lm=family in WITH_LANGUAGE_MODEL)
     make_checkpoint(tmp_path / "tower", family, "tiny", 3)
     read: list[str] = []
     original = safetensors.safe_open
@@ -92,7 +100,7 @@ def test_only_vision_tensors_are_read(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(checkpoint, "safe_open", Recorder)
     fingerprint = load(tmp_path / "full").fingerprint
     assert read
-    assert all(name.startswith(("vision_tower.", "mm_projector.", "model.visual.")) for name in read)
+    assert all(name.startswith(TOWER_PREFIXES) for name in read)
     assert fingerprint == load(tmp_path / "tower").fingerprint
 
 

@@ -10,6 +10,7 @@ import pytest
 from bench.harness.reference import KIMI_VISION_NAMES
 from encoder_service.checkpoints.synthetic import config_for
 from encoder_service.errors import UnsupportedCheckpoint
+from encoder_service.towers.config import stated_dtype
 from encoder_service.towers.moonvit import MoonViTConfig
 from encoder_service.towers.qwen3_vl import QwenVisionConfig
 from encoder_service.towers.registry import FAMILIES, parse_config
@@ -46,21 +47,18 @@ def test_both_spellings_of_kimis_sizes_mean_the_same(size: str) -> None:
     assert parse_config(kimi_in_reference_spelling(size)) == parse_config(config_for("kimi_k25", size))
 
 
-# Qwen2.5-VL, Qwen2-VL, Qwen3-Omni, Qwen3.8-Flash-Next, Qwen3.8-2.4T-A95B (text), Kimi-VL, Kimi-K3, InternVL.
+# Qwen2-VL, Qwen2.5-Omni, Qwen3.8-2.4T-A95B (text), Intern-S1, InternVL.
 @pytest.mark.parametrize(
     "model_type",
-    [
-        *("qwen2_5_vl", "qwen2_vl", "qwen3_omni_moe", "qwen4_exp", "qwen3_5_moe_text"),
-        *("kimi_vl", "kimi_k3", "internvl_chat"),
-    ],
+    ["qwen2_vl", "qwen2_5_omni", "qwen3_5_moe_text", "interns1", "internvl_chat"],
 )
 def test_a_near_model_is_refused_with_those_that_are_served(model_type: str) -> None:
     with pytest.raises(UnsupportedCheckpoint) as refusal:
         parse_config(config_for("qwen3_vl", "tiny") | {"model_type": model_type})
-    assert refusal.value.message == (
-        f"config.json has model_type '{model_type}', needs one of qwen3_vl, qwen3_vl_moe (Qwen3-VL), qwen3_5,"
-        " qwen3_5_moe (Qwen3.5, Qwen3.6, Qwen3.8-27B), kimi_k25 (Kimi-K2.5, Kimi-K2.6, Kimi-K2.7-Code)"
-    )
+    message = refusal.value.message
+    assert message.startswith(f"config.json has model_type '{model_type}', needs one of qwen3_vl, ")
+    for family in FAMILIES.values():
+        assert f"{', '.join(family.model_types)} ({family.models})" in message
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
@@ -70,10 +68,28 @@ def test_every_model_type_has_a_family(model_type: str) -> None:
     assert parsed_family is family
 
 
-def test_qwen3_5_ignores_deepstack_of_its_config() -> None:
-    _, config = parse_config(changed("qwen3_5", ".deepstack_visual_indexes", [1, 2]))
+@pytest.mark.parametrize(
+    ("family", "levels"),
+    [("qwen3_5", ()), ("intern_s2_preview", ()), ("qwen4_exp", (1, 2)), ("interns1_pro", (1, 2))],
+)
+def test_deepstack_levels_that_are_stated(family: str, levels: tuple[int, ...]) -> None:
+    """As engines read them: Qwen3.5's have no part in its model. None need to be stated."""
+    _, config = parse_config(changed(family, ".deepstack_visual_indexes", [1, 2]))
     assert isinstance(config, QwenVisionConfig)
-    assert config.deepstack_visual_indexes == ()
+    assert config.deepstack_visual_indexes == levels
+    _, without = parse_config(changed(family, ".deepstack_visual_indexes", None))
+    assert isinstance(without, QwenVisionConfig)
+    assert without.deepstack_visual_indexes == ()
+
+
+def test_qwen3_omnis_sizes_are_those_of_its_thinker() -> None:
+    config = config_for("qwen3_omni_moe", "tiny")
+    with pytest.raises(UnsupportedCheckpoint, match="lacks thinker_config"):
+        parse_config(config | {"thinker_config": None})
+    config["thinker_config"]["text_config"]["hidden_size"] = 96
+    with pytest.raises(UnsupportedCheckpoint, match=r"are 64 wide, text_config\.hidden_size is 96"):
+        parse_config(config)
+    assert stated_dtype(config) == "bfloat16"
 
 
 def test_rope_theta_and_projector_eps_come_from_the_file() -> None:

@@ -96,8 +96,8 @@ class KimiFileProcessor(theirs.KimiK25MultiModalProcessor):  # type: ignore[misc
         return [PromptReplacement(modality=CHUNK, target=[token_id], replacement=placeholders)]
 
 
-def kimi_factories() -> tuple[Factory, Factory, Factory]:
-    """Factories of processor, ProcessingInfo and dummy inputs."""
+def factories(_theirs: Any, _name: str) -> tuple[Factory, Factory, Factory]:
+    """Factories of processor, ProcessingInfo and dummy inputs. Arguments as in ``processor``."""
     return (
         choice(KimiFileProcessor, theirs.KimiK25MultiModalProcessor),
         choice(KimiFileInfo, theirs.KimiK25ProcessingInfo),

@@ -1,13 +1,15 @@
 """vLLM's processors for undecoded files: grid, placeholders, and the file in the request.
 
-Owns what replaces the reference processor and the dummy inputs, for Qwen3-VL and Qwen3.5; ``kimi`` has the
-same for Kimi-K2.5. vLLM's own code computes an image's grid from its header, as in the reference; the
-scheduler compares it with the encoder's. A clip's grid is in the encoder's answer. vLLM's own code makes the
-tokens between a clip's frames, and prepares pixels that the client has decoded.
+Owns what replaces the reference processor and the dummy inputs, for Qwen3-VL and the models with its
+processor; ``kimi`` has the same for Kimi-K2.5, ``qwen3_omni`` for Qwen3-Omni. vLLM's own code computes an
+image's grid from its header, as in the reference; the scheduler compares it with the encoder's. A clip's grid
+is in the encoder's answer. vLLM's own code makes the tokens between a clip's frames, and prepares pixels that
+the client has decoded.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeAlias
 
@@ -66,9 +68,11 @@ def choice(ours: Factory, theirs: Factory) -> Factory:
     return make
 
 
-def qwen_factories(parent: Factory) -> tuple[Factory, Factory, Factory]:
-    """Factories of processor, ProcessingInfo and dummy inputs of a Qwen family. parent: its
-    ProcessingInfo."""
+def factories(theirs: Any, name: str) -> tuple[Factory, Factory, Factory]:
+    """Factories of processor, ProcessingInfo and dummy inputs of a Qwen family. theirs: vLLM's module of the
+    model's class. name: of that class."""
+    module = importlib.import_module(getattr(theirs, name).__module__)
+    parent = getattr(module, name.replace("ForConditionalGeneration", "ProcessingInfo"))
     return (
         choice(Qwen3VLFileProcessor, qwen3_vl.Qwen3VLMultiModalProcessor),
         choice(_file_info(parent), parent),

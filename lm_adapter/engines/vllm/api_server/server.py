@@ -43,7 +43,7 @@ MAX_PREFETCHES = 256
 
 VLLMS_OWN = {"do_normalize", "do_rescale"}
 """Options that vLLM sets for towers that normalise by themselves."""
-WITHOUT_CLIPS = {"KimiK25ForConditionalGeneration"}
+WITHOUT_CLIPS = {"KimiK25ForConditionalGeneration", "Qwen3OmniMoeForConditionalGeneration"}
 """vLLM looks for ``split_video_chunks`` in their processors, which none of them has."""
 
 

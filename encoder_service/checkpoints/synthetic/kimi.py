@@ -1,0 +1,58 @@
+"""Sizes of the random checkpoints of Kimi-K2.5. The tower of size ``full`` has the published dimensions. The
+language model is always small, but as wide as the tower's rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from encoder_service.checkpoints.synthetic.family import LanguageTensors, SyntheticFamily
+from encoder_service.checkpoints.synthetic.tokens import KIMI_TOKENS
+
+TOWERS = {
+    "tiny": {"depth": 3, "hidden_size": 64, "num_heads": 4, "intermediate_size": 160, "side": 16},
+    "small": {"depth": 6, "hidden_size": 256, "num_heads": 4, "intermediate_size": 1024, "side": 64},
+    "full": {"depth": 27, "hidden_size": 1152, "num_heads": 16, "intermediate_size": 4304, "side": 64},
+}
+# Hidden size, layers, heads, head dim, intermediate size. Latent attention: the head dim is that of the part
+# of a head without rotary positions. The latent's width and the rotary part have the published values in
+# every size, because engines have kernels for no others.
+LANGUAGE_MODELS = {
+    "tiny": (64, 3, 4, 16, 128),
+    "small": (256, 4, 4, 32, 768),
+    "full": (7168, 2, 8, 128, 2048),
+}
+
+
+def set_sizes(config: dict[str, Any], size: str) -> None:
+    hidden_size, num_layers, num_heads, head_dim, mlp_width = LANGUAGE_MODELS[size]
+    config["text_config"] |= {
+        "hidden_size": hidden_size,
+        "intermediate_size": mlp_width,
+        "moe_intermediate_size": mlp_width // 2,
+        "num_attention_heads": num_heads,
+        "num_hidden_layers": num_layers,
+        "num_key_value_heads": num_heads,
+        "q_lora_rank": 1536 if size == "full" else 2 * head_dim,
+        "qk_nope_head_dim": head_dim,
+        "v_head_dim": head_dim,
+    }
+    tower = TOWERS[size]
+    config["vision_config"] |= {
+        "init_pos_emb_height": tower["side"],
+        "init_pos_emb_width": tower["side"],
+        "mm_hidden_size": tower["hidden_size"],
+        "text_hidden_size": hidden_size,
+        "vt_hidden_size": tower["hidden_size"],
+        "vt_intermediate_size": tower["intermediate_size"],
+        "vt_num_attention_heads": tower["num_heads"],
+        "vt_num_hidden_layers": tower["depth"],
+    }
+
+
+KIMI_K25 = SyntheticFamily(
+    set_sizes=set_sizes,
+    settings="kimi_k25",
+    tokens=KIMI_TOKENS,
+    language=LanguageTensors("language_model.model", "language_model.lm_head"),
+    has_vocabulary_files=False,
+)

@@ -1,0 +1,44 @@
+"""SGLang's models whose rows come from the encoder: their classes, towers, and grids. A new family has its
+lines here.
+
+Owns names of SGLang's only, which ``models`` and ``processors`` import.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+
+SERVED: Mapping[str, str] = {
+    "Qwen3VLForConditionalGeneration": "qwen3_vl",
+    "Qwen3VLMoeForConditionalGeneration": "qwen3_vl_moe",
+    "Qwen3_5ForConditionalGeneration": "qwen3_5",
+    "Qwen3_5MoeForConditionalGeneration": "qwen3_5",
+    "KimiK25ForConditionalGeneration": "kimi_k25",
+    "Qwen4ExpForConditionalGeneration": "qwen4_exp",
+    "Qwen3OmniMoeForConditionalGeneration": "qwen3_omni_moe",
+    "InternS2PreviewForConditionalGeneration": "interns2preview",
+}
+"""A model's class -> its module in ``sglang.srt.models``. Intern-S1-Pro is not among them: SGLang 0.5.23
+cannot build its class (``InternS1ProTextDecoderLayer`` does not take ``start_layer``)."""
+TOWERS: Mapping[str, tuple[str, ...]] = {
+    "qwen3_vl": ("Qwen3VLMoeVisionModel",),
+    "kimi_k25": ("MoonViT3dPretrainedModel", "K2VLMultiModalProjector"),
+    "qwen3_omni_moe": ("Qwen3OmniMoeVisionEncoder", "Qwen3OmniMoeAudioEncoder"),
+}
+"""Module -> the names in it by which constructors of models find their tower."""
+TOWER_PREFIXES = (
+    *("model.visual.", "visual.", "vision_tower.", "mm_projector."),
+    *("thinker.visual.", "thinker.audio_tower."),
+)
+"""Published names of the towers' tensors."""
+KIMI_GRIDS = ("kimi_k25",)
+"""model_type of the models whose images keep their size up to a budget of patches. All others round sides to
+whole merge blocks, within limits of the area."""
+
+
+def served_classes() -> tuple[type, ...]:
+    return tuple(
+        getattr(importlib.import_module(f"sglang.srt.models.{module}"), name)
+        for name, module in SERVED.items()
+    )
