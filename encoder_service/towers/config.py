@@ -42,6 +42,15 @@ class VisionConfig(abc.ABC):
     rope_theta: float = ROPE_THETA
 
     @property
+    def attention_width(self) -> int:
+        """Elements of q, of k and of v for one patch, all heads together."""
+        return self.hidden_size
+
+    @property
+    def head_dim(self) -> int:
+        return self.attention_width // self.num_heads
+
+    @property
     @abc.abstractmethod
     def patch_dim(self) -> int:
         """Elements of one flattened patch."""
@@ -90,11 +99,11 @@ def rope_theta(vision: JsonReader) -> float:
 
 def check_heads(config: VisionConfig) -> None:
     """Raises UnsupportedCheckpoint unless a head's size is a multiple of 4: it rotates pairs on two axes."""
-    head_dim, rest = divmod(config.hidden_size, config.num_heads)
+    head_dim, rest = divmod(config.attention_width, config.num_heads)
     if rest or head_dim % 4:
         raise UnsupportedCheckpoint(
-            f"{config.num_heads} heads over hidden_size {config.hidden_size}: the size of a head needs to be"
-            " a whole multiple of 4",
+            f"{config.num_heads} heads over {config.attention_width} elements of q: the size of a head needs"
+            " to be a whole multiple of 4",
             num_heads=config.num_heads,
-            hidden_size=config.hidden_size,
+            attention_width=config.attention_width,
         )

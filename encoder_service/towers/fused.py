@@ -4,9 +4,9 @@ Owns the order of the fused operations. The plain towers (qwen3_vl.py, moonvit.p
 the same computation, and tests compare the two. ``gemm`` chooses the library of the blocks' matrix products.
 
 These operations are fused: bias and tanh-GELU with the products, the addition to the residual with the next
-LayerNorm, rotary positions with the packed projection (in place), and position interpolation with the first
-LayerNorm. The device computes positions from each patch's coordinates, and the coordinates from one row per
-item. So a batch transfers a few bytes per item instead of tables of angles and weights.
+norm, rotary positions with the packed projection (in place), and position interpolation with the first norm.
+The device computes positions from each patch's coordinates, and the coordinates from one row per item. So a
+batch transfers a few bytes per item instead of tables of angles and weights.
 
 Shape legend: P patches, S attention sequences, R rows, F frames averaged into one row, H heads, d head_dim,
 E tower width, M = E * merge^2, D language-model width, L deepstack levels.
@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 from torch.nn.functional import linear
 
 from encoder_service.towers.attention import AttentionBackend
@@ -67,14 +68,18 @@ class FusedBlock:
     @classmethod
     def of(cls, block: Block, num_paired_heads: int | None) -> FusedBlock:
         """num_paired_heads: heads of the qkv weight, which is copied into pairs; None for no copy."""
-        qkv = block.qkv
-        paired = None
+        qkv, proj, fc1, fc2 = map(weights_of, (block.qkv, block.proj, block.fc1, block.fc2))
         if num_paired_heads is not None:
             paired = pair_rows(qkv.weight, num_paired_heads), pair_rows(qkv.bias, num_paired_heads)
-        proj, fc1, fc2 = (Weights(layer.weight, layer.bias) for layer in (block.proj, block.fc1, block.fc2))
-        return cls(
-            norm_of(block.norm1), Weights(qkv.weight, qkv.bias, paired), proj, norm_of(block.norm2), fc1, fc2
-        )
+            qkv = replace(qkv, paired=paired)
+        return cls(norm_of(block.norm1), qkv, proj, norm_of(block.norm2), fc1, fc2)
+
+
+def weights_of(layer: nn.Linear) -> Weights:
+    """A layer without a bias gets one of zeros: the libraries add it in the epilogue, where it costs no
+    time."""
+    bias = layer.bias if layer.bias is not None else layer.weight.new_zeros(layer.out_features)
+    return Weights(layer.weight, bias)
 
 
 class FusedTower(Tower):
@@ -112,7 +117,7 @@ class FusedTower(Tower):
             FusedBlock.of(block, self.num_heads if wants_pairs else None)  # type: ignore[arg-type]
             for block in plain.blocks
         ]
-        frequencies = inverse_frequencies(plain.config.hidden_size // self.num_heads, plain.config.rope_theta)
+        frequencies = inverse_frequencies(plain.config.head_dim, plain.config.rope_theta)
         angles = torch.arange(MAX_SIDE, dtype=torch.float32)[:, None] * frequencies
         self.rope_cos: torch.Tensor
         self.rope_sin: torch.Tensor
@@ -161,11 +166,10 @@ class FusedTower(Tower):
         )
         x_PE = linear(inputs.pixel_values.to(self.dtype), plain.patch_embed.weight, plain.patch_embed.bias)
         h_PE = self._embed(x_PE, tables, blocks[0].norm1)
-        head_dim = x_PE.shape[1] // self.num_heads
         attention = self.attention
         if isinstance(attention, Choices):
             attention = attention.nearest(inputs.num_patches, inputs.max_seqlen)
-        bounds = attention.plan(inputs, (x_PE.shape[0], self.num_heads, head_dim), x_PE.dtype)
+        bounds = attention.plan(inputs, (x_PE.shape[0], self.num_heads, plain.config.head_dim), x_PE.dtype)
         rotary = Rotary(
             tables.coords, self.rope_cos, self.rope_sin, plain.rotary_layout, self.num_heads, self._turns
         )

@@ -9,8 +9,8 @@ D language-model width, H heads, d head_dim.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import ClassVar, Literal, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import ClassVar, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
@@ -31,17 +31,23 @@ from encoder_service.towers.rope import RotaryLayout, rotary_tables, rotate
 from encoder_service.towers.tower import Tower, TowerInputs
 from encoder_service.types import Grid
 
+AnyNorm: TypeAlias = nn.LayerNorm | nn.RMSNorm
+# A norm over rows of a width, such as ``partial(nn.LayerNorm, eps=1e-6)``.
+MakeNorm: TypeAlias = Callable[[int], AnyNorm]
+
 
 class Norm(NamedTuple):
-    """A LayerNorm's weight and bias [E], and its epsilon."""
+    """A norm's weight and bias [E], and its epsilon. Without a bias it is an RMSNorm, which does not subtract
+    the mean."""
 
     weight: torch.Tensor
-    bias: torch.Tensor
+    bias: torch.Tensor | None
     eps: float
 
 
-def norm_of(norm: nn.LayerNorm) -> Norm:
-    return Norm(norm.weight, norm.bias, norm.eps)
+def norm_of(norm: AnyNorm) -> Norm:
+    assert norm.eps is not None
+    return Norm(norm.weight, norm.bias if isinstance(norm, nn.LayerNorm) else None, norm.eps)
 
 
 def interpolate_positions(
@@ -55,17 +61,21 @@ def interpolate_positions(
 
 
 class Block(nn.Module):
-    """Pre-norm transformer block: fused qkv with rotary positions, tanh-GELU MLP."""
+    """Pre-norm transformer block: fused qkv with rotary positions, tanh-GELU MLP.
 
-    def __init__(self, width: int, num_heads: int, mlp_width: int, norm_eps: float) -> None:
+    has_bias: whether its linear layers have one.
+    """
+
+    def __init__(self, config: VisionConfig, make_norm: MakeNorm, *, has_bias: bool) -> None:
         super().__init__()
-        self.num_heads = num_heads
-        self.norm1 = nn.LayerNorm(width, eps=norm_eps)
-        self.qkv = nn.Linear(width, 3 * width)
-        self.proj = nn.Linear(width, width)
-        self.norm2 = nn.LayerNorm(width, eps=norm_eps)
-        self.fc1 = nn.Linear(width, mlp_width)
-        self.fc2 = nn.Linear(mlp_width, width)
+        width, mlp_width = config.hidden_size, config.intermediate_size
+        self.num_heads = config.num_heads
+        self.norm1 = make_norm(width)
+        self.qkv = nn.Linear(width, 3 * config.attention_width, bias=has_bias)
+        self.proj = nn.Linear(config.attention_width, width, bias=has_bias)
+        self.norm2 = make_norm(width)
+        self.fc1 = nn.Linear(width, mlp_width, bias=has_bias)
+        self.fc2 = nn.Linear(mlp_width, width, bias=has_bias)
 
     def forward(self, x_PE: torch.Tensor, inputs: TowerInputs, attention: AttentionBackend) -> torch.Tensor:
         x_PE = x_PE + self.attend(self.norm1(x_PE), inputs, attention)
@@ -120,12 +130,13 @@ class BlockShape(NamedTuple):
     hidden_size: int
     intermediate_size: int
     num_heads: int
+    head_dim: int
     rope_theta: float
     layout: RotaryLayout
 
     @property
-    def head_dim(self) -> int:
-        return self.hidden_size // self.num_heads
+    def attention_width(self) -> int:
+        return self.num_heads * self.head_dim
 
 
 class PlainTower(Tower):
@@ -134,7 +145,8 @@ class PlainTower(Tower):
 
     position_mode: how the learned table, with [height, width] of ``position_sides`` entries, is stretched
     over a frame. rotary_layout: see ``rope.rotary_tables``. Patches are frame by frame in raster order if
-    ``merges_time``, otherwise in merge order. frame_embed: float32 [max_frames + 1, E], which is added to the
+    ``merges_time``, otherwise in merge order. has_bias: whether the linear layers of the patch embedding and
+    of the blocks have one. frame_embed: float32 [max_frames + 1, E], which is added to the
     positions by frame, see ``moonvit.frame_table``; None if the family has none. final_norm: the norm before
     patches are averaged over frames; None unless ``merges_time``.
     """
@@ -143,9 +155,16 @@ class PlainTower(Tower):
     rotary_layout: ClassVar[RotaryLayout]
     merger: Merger
     frame_embed: torch.Tensor | None
-    final_norm: nn.LayerNorm | None
+    final_norm: AnyNorm | None
 
-    def __init__(self, config: VisionConfig, position_sides: tuple[int, int], norm_eps: float) -> None:
+    def __init__(
+        self,
+        config: VisionConfig,
+        position_sides: tuple[int, int],
+        make_norm: MakeNorm,
+        *,
+        has_bias: bool = True,
+    ) -> None:
         super().__init__()
         self.config = config
         self.patch_size = config.patch_size
@@ -154,12 +173,9 @@ class PlainTower(Tower):
         self.out_width = config.out_width
         self.position_sides = position_sides
         self.attention: AttentionBackend = SdpaAttention()
-        self.patch_embed = nn.Linear(config.patch_dim, config.hidden_size)
+        self.patch_embed = nn.Linear(config.patch_dim, config.hidden_size, bias=has_bias)
         self.pos_embed = nn.Parameter(torch.empty(position_sides[0] * position_sides[1], config.hidden_size))
-        self.blocks = nn.ModuleList(
-            Block(config.hidden_size, config.num_heads, config.intermediate_size, norm_eps)
-            for _ in range(config.depth)
-        )
+        self.blocks = nn.ModuleList(Block(config, make_norm, has_bias=has_bias) for _ in range(config.depth))
         self.register_buffer("frame_embed", None, persistent=False)
         self.register_module("final_norm", None)
 
@@ -176,6 +192,7 @@ class PlainTower(Tower):
             config.hidden_size,
             config.intermediate_size,
             config.num_heads,
+            config.head_dim,
             config.rope_theta,
             self.rotary_layout,
         )
@@ -204,6 +221,5 @@ class PlainTower(Tower):
         if not self.merges_time:
             order = merge_order(height, width, self.merge_size)
             index, weight, rows, columns = index[order], weight[order], rows[order], columns[order]
-        head_dim = config.hidden_size // config.num_heads
-        cos, sin = rotary_tables(rows, columns, head_dim, config.rope_theta, self.rotary_layout)
+        cos, sin = rotary_tables(rows, columns, config.head_dim, config.rope_theta, self.rotary_layout)
         return FrameTables(index, weight, cos, sin)

@@ -34,6 +34,7 @@ from encoder_service.towers.tower import TowerInputs
 from encoder_service.types import Grid
 
 NORM_EPS = 1e-5
+NORM = partial(nn.LayerNorm, eps=NORM_EPS)
 KIMI_K25 = "kimi_k25"
 
 
@@ -103,12 +104,12 @@ class MoonViTTower(PlainTower):
     final_norm: nn.LayerNorm
 
     def __init__(self, config: MoonViTConfig) -> None:
-        super().__init__(config, (config.position_height, config.position_width), NORM_EPS)
+        super().__init__(config, (config.position_height, config.position_width), NORM)
         width = config.hidden_size
         self.max_frames = config.max_frames
         # A fixed table, which has values even when the parameters are on the meta device.
         self.register_buffer("frame_embed", frame_table(config.max_frames, width), persistent=False)
-        self.final_norm = nn.LayerNorm(width, eps=NORM_EPS)
+        self.final_norm = NORM(width)
         self.merger = Merger(width, config.merge_size, config.out_width, config.projector_eps)
 
     def check_grid(self, grid: Grid) -> None:

@@ -32,6 +32,7 @@ from encoder_service.towers.tower import TowerInputs
 from encoder_service.types import Grid
 
 NORM_EPS = 1e-6
+NORM = partial(nn.LayerNorm, eps=NORM_EPS)
 # Names of a merger's tensors.
 MERGER_LAYERS = ("norm", "linear_fc1", "linear_fc2")
 OMNI_MERGER_LAYERS = ("ln_q", "mlp.0", "mlp.2")
@@ -103,7 +104,7 @@ class Qwen3VLTower(PlainTower):
     config: QwenVisionConfig
 
     def __init__(self, config: QwenVisionConfig, family: str) -> None:
-        super().__init__(config, (config.position_side, config.position_side), NORM_EPS)
+        super().__init__(config, (config.position_side, config.position_side), NORM)
         self.family = family
         self.temporal_patch_size = config.temporal_patch_size
         self.num_deepstack_levels = len(config.deepstack_visual_indexes)

@@ -27,7 +27,7 @@ def test_every_candidate_is_as_near_to_float32_as_torch(step: Step, num_rows: in
     if not candidates:
         pytest.skip("torch is the only gemm here")
     torch.manual_seed(fresh_seed())
-    shape = BlockShape(1152, 4304, 16, 10_000.0, layout)  # type: ignore[arg-type]
+    shape = BlockShape(1152, 4304, 16, 72, 10_000.0, layout)  # type: ignore[arg-type]
     trial = make_trial(step, shape, num_rows, torch.bfloat16, CUDA)
     torch_error = trial.error(TORCH_GEMM)
     assert torch_error < TOLERANCE

@@ -55,11 +55,11 @@ def make_trial(
     """A trial of the product that ``step`` belongs to, with random weights and rows."""
     from encoder_service.towers import kernels  # needs triton, which only the fused path requires
 
-    hidden, intermediate = shape.hidden_size, shape.intermediate_size
+    hidden, attention, intermediate = shape.hidden_size, shape.attention_width, shape.intermediate_size
     width_in, width_out = {
-        "rotate": (hidden, 3 * hidden),
+        "rotate": (hidden, 3 * attention),
         "gelu": (hidden, intermediate),
-        "add_attention": (hidden, hidden),
+        "add_attention": (attention, hidden),
         "add_mlp": (intermediate, hidden),
     }[step]
 
@@ -119,7 +119,7 @@ def rotary_of(shape: BlockShape, num_rows: int, device: torch.device) -> Rotary:
     index = torch.arange(num_rows, device=device) % SIDE**2
     sides = torch.full_like(index, SIDE)
     coords = torch.stack([index // SIDE, index % SIDE, sides, sides], dim=1).to(torch.int32)
-    frequencies = inverse_frequencies(shape.hidden_size // shape.num_heads, shape.rope_theta)
+    frequencies = inverse_frequencies(shape.head_dim, shape.rope_theta)
     angles = torch.arange(SIDE, dtype=torch.float32)[:, None] * frequencies
     return Rotary(
         coords,

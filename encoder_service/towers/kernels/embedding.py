@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from encoder_service.towers.kernels.tiles import (
+    check_norm,
     check_rows,
     check_vector,
     load_row,
@@ -31,7 +32,7 @@ def embed_norm(
     table: torch.Tensor,
     coords_P4: torch.Tensor,
     weight: torch.Tensor,
-    bias: torch.Tensor,
+    bias: torch.Tensor | None,
     eps: float,
     *,
     mode: Literal["linear", "cubic"],
@@ -40,7 +41,8 @@ def embed_norm(
     frame_table: torch.Tensor | None = None,
     frame_index: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Adds positions to x in place, then returns LayerNorm of x: new [P, E] in x's dtype.
+    """Adds positions to x in place, then returns the norm of x, see ``add_norm``: new [P, E] in x's
+    dtype.
 
     x: the patch embedding with its bias; its row stride may exceed E. table: [table_height * table_width, E]
     in any float dtype. coords: int32 [P, 4]: row, column, height and width of each patch's frame; for padding
@@ -51,8 +53,7 @@ def embed_norm(
     """
     num_patches, width = x_PE.shape
     check_rows("x", x_PE, (num_patches, width))
-    check_vector("weight", weight, width)
-    check_vector("bias", bias, width)
+    check_norm(weight, bias, width)
     assert tuple(table.shape) == (table_height * table_width, width), (
         f"table has shape {list(table.shape)}, needs {[table_height * table_width, width]}"
     )

@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 
 from encoder_service.towers.kernels.tiles import (
+    check_norm,
     check_rows,
-    check_vector,
     load_row,
     norm_row,
     row_warps,
@@ -48,8 +48,7 @@ def merge_frames_norm(
     check_rows("index", index_GF, (num_rows, num_frames))
     check_rows("weight", weight_GF, (num_rows, num_frames))
     for norm in (final_norm, pre_norm):
-        check_vector("a norm's weight", norm.weight, width)
-        check_vector("a norm's bias", norm.bias, width)
+        check_norm(norm.weight, norm.bias, width)
     merged_GE = torch.empty((num_rows, width), dtype=x_PE.dtype, device=x_PE.device)
     if num_rows == 0:
         return merged_GE

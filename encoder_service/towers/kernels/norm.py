@@ -1,4 +1,4 @@
-"""LayerNorm, alone or after the addition to the residual.
+"""LayerNorm or RMSNorm, alone or after the addition to the residual.
 
 Owns one pass over [P, E], in which the residual is read once and written once. ``embedding`` adds the
 position table, ``frames`` averages over frames.
@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 
 from encoder_service.towers.kernels.tiles import (
+    check_norm,
     check_rows,
-    check_vector,
     load_row,
     norm_row,
     row_warps,
@@ -25,9 +25,14 @@ from encoder_service.towers.kernels.tiles import (
 
 
 def add_norm(
-    x_PE: torch.Tensor, delta_PE: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor, eps: float
+    x_PE: torch.Tensor,
+    delta_PE: torch.Tensor | None,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
 ) -> torch.Tensor:
-    """Adds delta to x in place, then returns LayerNorm of x: new [P, E] in x's dtype.
+    """Adds delta to x in place, then returns LayerNorm of x, or RMSNorm without a bias: new [P, E] in x's
+    dtype.
 
     The sum is rounded to x's dtype before it is normalised, so that the norm reads the same values as the
     next block's residual. delta: None leaves x unchanged. Row strides of x and delta may exceed E. weight,
@@ -37,8 +42,7 @@ def add_norm(
     check_rows("x", x_PE, (num_rows, width))
     if delta_PE is not None:
         check_rows("delta", delta_PE, (num_rows, width))
-    check_vector("weight", weight, width)
-    check_vector("bias", bias, width)
+    check_norm(weight, bias, width)
     h_PE = torch.empty(x_PE.shape, dtype=x_PE.dtype, device=x_PE.device)
     if num_rows == 0:
         return h_PE

@@ -1,4 +1,4 @@
-"""One row of a matrix, held by one program in two register tiles, and a LayerNorm over them.
+"""One row of a matrix, held by one program in two register tiles, and a norm over them.
 
 Owns the split of a row whose width is not a power of two, and arithmetic that several kernels share.
 
@@ -44,6 +44,13 @@ def check_vector(name: str, x: torch.Tensor, size: int) -> None:
     assert x.is_contiguous(), f"{name} is not contiguous"
 
 
+def check_norm(weight: torch.Tensor, bias: torch.Tensor | None, width: int) -> None:
+    """Asserts that the vectors of a norm fit rows of ``width``."""
+    check_vector("a norm's weight", weight, width)
+    if bias is not None:
+        check_vector("a norm's bias", bias, width)
+
+
 @triton.jit
 def load_row(row_ptr, WIDTH: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr):
     """Loads the main and the tail tile in float32, with zeros after the end of the row."""
@@ -72,14 +79,21 @@ def norm_row(
     MAIN: tl.constexpr,
     TAIL: tl.constexpr,
 ):
-    """LayerNorm of a row in two tiles, variance from the centred values. Zeros after the row's end."""
+    """LayerNorm of a row in two tiles, variance from the centred values; RMSNorm without a bias. Zeros after
+    the row's end."""
     # Loaded before the sums, because the compiler moves no load across their barriers.
     main_weight, tail_weight = load_row(weight_ptr, WIDTH, MAIN, TAIL)
-    main_bias, tail_bias = load_row(bias_ptr, WIDTH, MAIN, TAIL)
-    in_row = MAIN + tl.arange(0, TAIL) < WIDTH
-    mean = (tl.sum(main_part, 0) + tl.sum(tail_part, 0)) / WIDTH
-    main_part = main_part - mean
-    tail_part = tl.where(in_row, tail_part - mean, 0.0)
-    variance = (tl.sum(main_part * main_part, 0) + tl.sum(tail_part * tail_part, 0)) / WIDTH
-    scale = tl.rsqrt(variance + eps)
-    return main_part * scale * main_weight + main_bias, tail_part * scale * tail_weight + tail_bias
+    if bias_ptr is not None:
+        main_bias, tail_bias = load_row(bias_ptr, WIDTH, MAIN, TAIL)
+        in_row = MAIN + tl.arange(0, TAIL) < WIDTH
+        mean = (tl.sum(main_part, 0) + tl.sum(tail_part, 0)) / WIDTH
+        main_part = main_part - mean
+        tail_part = tl.where(in_row, tail_part - mean, 0.0)
+    square = (tl.sum(main_part * main_part, 0) + tl.sum(tail_part * tail_part, 0)) / WIDTH
+    scale = tl.rsqrt(square + eps)
+    main_part = main_part * scale * main_weight
+    tail_part = tail_part * scale * tail_weight
+    if bias_ptr is not None:
+        main_part += main_bias
+        tail_part += tail_bias
+    return main_part, tail_part

@@ -21,7 +21,7 @@ from encoder_service.towers.gemm import STEPS
 from encoder_service.towers.layers import BlockShape
 
 BATCHES = [PackedBatch((20, 5), 32, 4, 32), PackedBatch((40,), 64, 4, 64)]
-BLOCK = BlockShape(16, 32, 2, 1e4, "blocked")
+BLOCK = BlockShape(16, 32, 2, 8, 1e4, "blocked")
 CPU = torch.device("cpu")
 
 

@@ -30,9 +30,14 @@ def padding_of(view: torch.Tensor) -> torch.Tensor:
     return torch.cat([wide[:, :8], wide[:, 8 + width :]], 1)
 
 
-def norm_float32(x_PE: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
-    """LayerNorm computed in float64, returned as float32 and not rounded to x's dtype."""
+def norm_float32(
+    x_PE: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float
+) -> torch.Tensor:
+    """LayerNorm, or RMSNorm without a bias, computed in float64, returned as float32 and not rounded to x's
+    dtype."""
     width = (x_PE.shape[-1],)
+    if bias is None:
+        return torch.nn.functional.rms_norm(x_PE.double(), width, weight.double(), eps).float()
     normed = torch.nn.functional.layer_norm(x_PE.double(), width, weight.double(), bias.double(), eps)
     return normed.float()
 

@@ -29,6 +29,11 @@ def plain_merge(
     return norm_float32(merged, *pre)
 
 
+def on(device: torch.device, norm: Norm) -> Norm:
+    bias = None if norm.bias is None else norm.bias.to(device)
+    return Norm(norm.weight.to(device), bias, norm.eps)
+
+
 @pytest.mark.parametrize(
     ("width", "dtype"), [(64, torch.float32), (64, torch.float16), (1152, torch.bfloat16)]
 )
@@ -52,8 +57,8 @@ def test_merge_equals_the_plain_steps(
         held_delta if has_delta else None,
         index.int().to(device),
         weight.to(device),
-        Norm(final.weight.to(device), final.bias.to(device), final.eps),
-        Norm(pre.weight.to(device), pre.bias.to(device), pre.eps),
+        on(device, final),
+        on(device, pre),
     )
     assert torch.equal(held.cpu(), x)
     assert torch.equal(held_delta.cpu(), delta)

@@ -1,4 +1,4 @@
-"""LayerNorm kernels against float64, the residual bit for bit, rows that lie apart."""
+"""Norms against float64, the residual bit for bit, rows that lie apart."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ CASES = [
 ]
 
 
+@pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("lie_apart", [False, True])
 @pytest.mark.parametrize("has_delta", [False, True])
 @pytest.mark.parametrize(("shape", "dtype"), CASES)
@@ -34,6 +35,7 @@ def test_add_norm_adds_in_place_and_norms_the_rounded_sum(
     dtype: torch.dtype,
     has_delta: bool,
     lie_apart: bool,
+    has_bias: bool,
     device: torch.device,
     generator: torch.Generator,
 ) -> None:
@@ -43,10 +45,11 @@ def test_add_norm_adds_in_place_and_norms_the_rounded_sum(
     held, held_delta = (
         padded_rows(one, device) if lie_apart else one.to(device, copy=True) for one in (x, delta)
     )
-    h = add_norm(held, held_delta if has_delta else None, weight.to(device), bias.to(device), EPS)
+    given_bias = bias.to(device) if has_bias else None
+    h = add_norm(held, held_delta if has_delta else None, weight.to(device), given_bias, EPS)
     expected = x + delta if has_delta else x
     assert torch.equal(held.cpu(), expected)
     assert h.dtype == dtype
-    assert_near(h, norm_float32(expected, weight, bias, EPS))
+    assert_near(h, norm_float32(expected, weight, bias if has_bias else None, EPS))
     if lie_apart:
         assert padding_of(held).isnan().all()

@@ -25,7 +25,7 @@ from encoder_service.towers.selection import Choices
 CPU = torch.device("cpu")
 SMALL = PackedBatch((20, 5), 32, 4, 32)
 LARGE = PackedBatch((40,), 64, 4, 64)
-BLOCK = BlockShape(16, 32, 2, 1e4, "blocked")
+BLOCK = BlockShape(16, 32, 2, 8, 1e4, "blocked")
 
 
 class Clock:
