@@ -15,6 +15,8 @@ class Family(enum.StrEnum):
     QWEN3_OMNI_MOE = "qwen3_omni_moe"
     INTERNS1_PRO = "interns1_pro"
     INTERN_S2_PREVIEW = "intern_s2_preview"
+    KIMI_VL = "kimi_vl"
+    KIMI_K3 = "kimi_k3"
 
 
 FAMILIES: tuple[str, ...] = tuple(family.value for family in Family)

@@ -189,6 +189,7 @@ class FusedTower(Tower):
                 h_PE = self._last_norm(x_PE, delta_PE, tables)
             # From here on, x_PE holds the block's output.
             if (merger := mergers.get(index)) is not None:
+                assert merger.norm is not None
                 h_RM = self._kernels.add_norm(x_PE.view(-1, merger.merged_width), None, *norm_of(merger.norm))
                 levels.start(h_RM, functools.partial(self._merge, h_RM, merger))
         main_RD = self._merge(h_PE, plain.merger)
@@ -231,9 +232,10 @@ class FusedTower(Tower):
         self, x_PE: torch.Tensor, delta_PE: torch.Tensor | None, tables: PatchTables
     ) -> torch.Tensor:
         """The merger's normed input [R * merge^2, E], after the last block's delta was added."""
-        merger_norm, final_norm = norm_of(self.plain.merger.norm), self.plain.final_norm
+        merger_norm, final_norm = self.plain.merger.norm, self.plain.final_norm
         if final_norm is None:
-            return self._kernels.add_norm(x_PE, delta_PE, *merger_norm)
+            assert merger_norm is not None
+            return self._kernels.add_norm(x_PE, delta_PE, *norm_of(merger_norm))
         assert tables.merge_index is not None
         assert tables.merge_weight is not None
         return self._kernels.merge_frames_norm(
@@ -242,13 +244,16 @@ class FusedTower(Tower):
             tables.merge_index,
             tables.merge_weight,
             norm_of(final_norm),
-            merger_norm,
+            norm_of(merger_norm) if merger_norm is not None else None,
         )
 
     def _merge(self, h_PE: torch.Tensor, merger: Merger) -> torch.Tensor:
         """Rows [R, D] from normed patches in merge order."""
         u_RM = linear(h_PE.view(-1, merger.merged_width), merger.fc1.weight, merger.fc1.bias)
-        return linear(self._kernels.gelu_(u_RM), merger.fc2.weight, merger.fc2.bias)
+        rows_RD = linear(self._kernels.gelu_(u_RM), merger.fc2.weight, merger.fc2.bias)
+        if merger.out_norm is None:
+            return rows_RD
+        return self._kernels.add_norm(rows_RD, None, *norm_of(merger.out_norm))
 
 
 class Levels:

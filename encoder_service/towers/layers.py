@@ -20,6 +20,7 @@ from encoder_service.towers.attention import AttentionBackend, SdpaAttention
 from encoder_service.towers.config import VisionConfig
 from encoder_service.towers.positions import (
     FrameTables,
+    centred_linear_taps,
     check_sides,
     cubic_taps,
     grid_taps,
@@ -32,6 +33,8 @@ from encoder_service.towers.tower import Tower, TowerInputs
 from encoder_service.types import Grid
 
 AnyNorm: TypeAlias = nn.LayerNorm | nn.RMSNorm
+PositionMode: TypeAlias = Literal["linear", "centred_linear", "cubic"]
+TAPS = {"linear": linear_taps, "centred_linear": centred_linear_taps, "cubic": cubic_taps}
 # A norm over rows of a width, such as ``partial(nn.LayerNorm, eps=1e-6)``.
 MakeNorm: TypeAlias = Callable[[int], AnyNorm]
 
@@ -95,7 +98,8 @@ class Block(nn.Module):
 class Merger(nn.Module):
     """Merges merge^2 adjacent patches into one row: LayerNorm, two layers, erf-GELU.
 
-    norm_after_shuffle: the norm spans the merged patches (in Qwen's deepstack levels) instead of each patch.
+    norm_eps: None for no norm. norm_after_shuffle: the norm spans the merged patches (in Qwen's deepstack
+    levels) instead of each patch. has_bias: whether the layers have one. out_norm: a norm of the rows.
     """
 
     def __init__(
@@ -103,25 +107,31 @@ class Merger(nn.Module):
         width: int,
         merge_size: int,
         out_width: int,
-        norm_eps: float,
+        norm_eps: float | None,
         *,
         norm_after_shuffle: bool = False,
+        has_bias: bool = True,
+        out_norm: AnyNorm | None = None,
     ) -> None:
         super().__init__()
         self.norm_after_shuffle = norm_after_shuffle
         self.merged_width = width * merge_size**2
-        self.norm = nn.LayerNorm(self.merged_width if norm_after_shuffle else width, eps=norm_eps)
-        self.fc1 = nn.Linear(self.merged_width, self.merged_width)
-        self.fc2 = nn.Linear(self.merged_width, out_width)
+        self.norm: nn.LayerNorm | None = None
+        if norm_eps is not None:
+            self.norm = nn.LayerNorm(self.merged_width if norm_after_shuffle else width, eps=norm_eps)
+        self.fc1 = nn.Linear(self.merged_width, self.merged_width, bias=has_bias)
+        self.fc2 = nn.Linear(self.merged_width, out_width, bias=has_bias)
+        self.out_norm = out_norm
 
     def forward(self, x_PE: torch.Tensor) -> torch.Tensor:
         """Merges patches [P, E] in merge order to rows [R, D]."""
-        if self.norm_after_shuffle:
-            x_RM = self.norm(x_PE.reshape(-1, self.merged_width))
-        else:
-            x_RM = self.norm(x_PE).reshape(-1, self.merged_width)
+        if self.norm is not None and not self.norm_after_shuffle:
+            x_PE = self.norm(x_PE)
+        x_RM = x_PE.reshape(-1, self.merged_width)
+        if self.norm is not None and self.norm_after_shuffle:
+            x_RM = self.norm(x_RM)
         rows_RD: torch.Tensor = self.fc2(gelu(self.fc1(x_RM)))
-        return rows_RD
+        return rows_RD if self.out_norm is None else self.out_norm(rows_RD)
 
 
 class BlockShape(NamedTuple):
@@ -144,14 +154,14 @@ class PlainTower(Tower):
     fused form (``fused.py``) reads the attributes below.
 
     position_mode: how the learned table, with [height, width] of ``position_sides`` entries, is stretched
-    over a frame. rotary_layout: see ``rope.rotary_tables``. Patches are frame by frame in raster order if
-    ``merges_time``, otherwise in merge order. has_bias: whether the linear layers of the patch embedding and
-    of the blocks have one. frame_embed: float32 [max_frames + 1, E], which is added to the
-    positions by frame, see ``moonvit.frame_table``; None if the family has none. final_norm: the norm before
-    patches are averaged over frames; None unless ``merges_time``.
+    over a frame, see ``kernels.embed_norm``. rotary_layout: see ``rope.rotary_tables``. Patches are frame by
+    frame in raster order if ``merges_time``, otherwise in merge order. has_bias: whether the linear layers of
+    the patch embedding and of the blocks have one. frame_embed: float32 [max_frames + 1, E], which is added
+    to the positions by frame, see ``moonvit.frame_table``; None if the family has none. final_norm: the norm
+    before patches are averaged over frames; None unless ``merges_time``.
     """
 
-    position_mode: ClassVar[Literal["linear", "cubic"]]
+    position_mode: ClassVar[PositionMode]
     rotary_layout: ClassVar[RotaryLayout]
     merger: Merger
     frame_embed: torch.Tensor | None
@@ -215,7 +225,7 @@ class PlainTower(Tower):
 
     def _tables_of(self, height: int, width: int) -> FrameTables:
         config, (table_height, table_width) = self.config, self.position_sides
-        taps = linear_taps if self.position_mode == "linear" else cubic_taps
+        taps = TAPS[self.position_mode]
         index, weight = grid_taps(taps(height, table_height), taps(width, table_width), table_width)
         rows, columns = raster_coordinates(height, width)
         if not self.merges_time:

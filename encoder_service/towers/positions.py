@@ -53,17 +53,33 @@ def merge_order(height: int, width: int, merge_size: int) -> torch.Tensor:
 def linear_taps(size: int, table_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Taps and weights, int64 and float32 [size, 2], that stretch a table over ``size`` points with both ends
     fixed, as interpolate(mode="bilinear", align_corners=True) does along one axis."""
-    source = torch.arange(size, dtype=torch.float32) * (table_size - 1) / max(size - 1, 1)
+    return _two_taps(
+        torch.arange(size, dtype=torch.float32) * (table_size - 1) / max(size - 1, 1), table_size
+    )
+
+
+def centred_linear_taps(size: int, table_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Taps and weights, int64 and float32 [size, 2], as in interpolate(mode="bilinear", align_corners=False)
+    along one axis: half-pixel centres, edges repeated."""
+    return _two_taps(half_pixel_centres(size, table_size), table_size)
+
+
+def _two_taps(source: torch.Tensor, table_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     floor = source.floor()
     weight = source - floor
     taps = torch.stack([floor, floor + 1], dim=-1).long()
-    return taps.clamp_(max=table_size - 1), torch.stack([1 - weight, weight], dim=-1)
+    return taps.clamp_(0, table_size - 1), torch.stack([1 - weight, weight], dim=-1)
+
+
+def half_pixel_centres(size: int, table_size: int) -> torch.Tensor:
+    """float32 [size]: where the centres of ``size`` points are on an axis of table_size entries."""
+    return (torch.arange(size, dtype=torch.float32) + 0.5) * table_size / size - 0.5
 
 
 def cubic_taps(size: int, table_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Taps and weights, int64 and float32 [size, 4], as in interpolate(mode="bicubic", align_corners=False)
     along one axis: half-pixel centres, edges repeated, Keys' kernel (IEEE ASSP 29, 1981) with a = -0.75."""
-    source = (torch.arange(size, dtype=torch.float32) + 0.5) * table_size / size - 0.5
+    source = half_pixel_centres(size, table_size)
     floor = source.floor()
     offsets = torch.arange(-1, 3)
     distance = ((source - floor)[:, None] - offsets).abs()

@@ -34,7 +34,8 @@ def flatten_patch(weight: torch.Tensor) -> torch.Tensor:
     return weight.flatten(1)
 
 
-def layer(name: str, parameter: str, *shape: int) -> Iterator[PublishedTensor]:
-    """The weight of this shape and the bias of a linear layer [out, in] or a norm [width]."""
+def layer(name: str, parameter: str, *shape: int, has_bias: bool = True) -> Iterator[PublishedTensor]:
+    """The weight of this shape, and the bias, of a linear layer [out, in] or a norm [width]."""
     yield PublishedTensor(f"{name}.weight", shape, f"{parameter}.weight")
-    yield PublishedTensor(f"{name}.bias", shape[:1], f"{parameter}.bias")
+    if has_bias:
+        yield PublishedTensor(f"{name}.bias", shape[:1], f"{parameter}.bias")

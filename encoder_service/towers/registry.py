@@ -19,7 +19,7 @@ from encoder_service.towers.checkpoint import Fingerprint, check_initialised, re
 from encoder_service.towers.config import Family, VisionConfig, check_heads
 from encoder_service.towers.tower import Tower
 
-_ALL_FAMILIES = (*qwen3_vl.FAMILIES, moonvit.FAMILY)
+_ALL_FAMILIES = (*qwen3_vl.FAMILIES, *moonvit.FAMILIES)
 # By config.json's model_type.
 FAMILIES: Mapping[str, Family] = {
     model_type: family for family in _ALL_FAMILIES for model_type in family.model_types

@@ -33,6 +33,8 @@ SYNTHETIC: Mapping[str, SyntheticFamily] = {
     "qwen3_omni_moe": qwen.QWEN3_OMNI,
     "interns1_pro": qwen.INTERNS1_PRO,
     "intern_s2_preview": qwen.INTERN_S2_PREVIEW,
+    "kimi_vl": kimi.KIMI_VL,
+    "kimi_k3": kimi.KIMI_K3,
 }
 # With ``--with-lm``.
 WITH_LANGUAGE_MODEL: tuple[str, ...] = tuple(name for name in FAMILIES if SYNTHETIC[name].language)

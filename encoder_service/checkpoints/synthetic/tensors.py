@@ -13,6 +13,7 @@ ordinary tokens win in the output layer, so that generated text can be decoded a
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import math
 from collections.abc import Iterator
@@ -119,20 +120,29 @@ def language_layout(config: dict[str, Any], language: LanguageTensors) -> Iterat
 def _model(text: dict[str, Any], root: str, head: str, norm_mean: float) -> Iterator[TensorSpec]:
     width, vocab_size = text["hidden_size"], text["vocab_size"]
     yield TensorSpec(f"{root}.embed_tokens.weight", (vocab_size, width), 0.0, EMBEDDING_STD)
+    mixes_layers = "attn_res_block_size" in text
     for layer in range(text["num_hidden_layers"]):
         prefix = f"{root}.layers.{layer}"
         yield rms_norm(f"{prefix}.input_layernorm", width, norm_mean)
         yield from _attention(text, prefix, layer, norm_mean)
         yield rms_norm(f"{prefix}.post_attention_layernorm", width, norm_mean)
-        if layer >= text.get("first_k_dense_replace", text["num_hidden_layers"]):
-            yield from _experts(f"{prefix}.mlp", text)
-        elif "num_experts" in text:
+        dense = layer < text.get("first_k_dense_replace", text["num_hidden_layers"])
+        if dense and "num_experts" in text:
             yield from _qwen_experts(f"{prefix}.mlp", text)
-        else:
+        elif dense:
             yield from _gated_mlp(f"{prefix}.mlp", width, text["intermediate_size"])
+        elif "routed_expert_hidden_size" in text:
+            yield from _latent_experts(f"{prefix}.block_sparse_moe", text)
+        else:
+            yield from _experts(f"{prefix}.mlp", text)
+        if mixes_layers:
+            yield from _residual(f"{prefix}.self_attention", width)
+            yield from _residual(f"{prefix}.mlp", width)
     yield rms_norm(f"{root}.norm", width, norm_mean)
     if "fope_sep_head" in (text.get("rope_scaling") or {}):
         yield from _fourier_coefficients(f"{root}.rotary_emb", text)
+    if mixes_layers:
+        yield from _residual(f"{root}.output_attn", width)
     yield TensorSpec(
         f"{head}.weight",
         (vocab_size, width),
@@ -143,6 +153,8 @@ def _model(text: dict[str, Any], root: str, head: str, norm_mean: float) -> Iter
 
 
 def _attention(text: dict[str, Any], prefix: str, layer: int, norm_mean: float) -> Iterator[TensorSpec]:
+    if layer + 1 in text.get("linear_attn_config", {}).get("kda_layers", ()):
+        return _delta_attention(f"{prefix}.self_attn", text)
     if "kv_lora_rank" in text:
         return _latent_attention(f"{prefix}.self_attn", text)
     if text.get("layer_types", ["full_attention"] * text["num_hidden_layers"])[layer] == "linear_attention":
@@ -183,17 +195,66 @@ def _linear_attention(name: str, text: dict[str, Any]) -> Iterator[TensorSpec]:
 
 
 def _latent_attention(name: str, text: dict[str, Any]) -> Iterator[TensorSpec]:
-    """Multi-head latent attention: low-rank queries; keys and values from one shared latent."""
+    """Multi-head latent attention: queries of low rank if ``q_lora_rank`` states one; keys and values from
+    one shared latent; Kimi-K3 gates the output."""
     width, heads = text["hidden_size"], text["num_attention_heads"]
     query_rank, kv_rank = text["q_lora_rank"], text["kv_lora_rank"]
     nope, rope, value = text["qk_nope_head_dim"], text["qk_rope_head_dim"], text["v_head_dim"]
-    yield weight(f"{name}.q_a_proj.weight", query_rank, width)
-    yield rms_norm(f"{name}.q_a_layernorm", query_rank)
-    yield weight(f"{name}.q_b_proj.weight", heads * (nope + rope), query_rank)
+    if query_rank is None:
+        yield weight(f"{name}.q_proj.weight", heads * (nope + rope), width)
+    else:
+        yield weight(f"{name}.q_a_proj.weight", query_rank, width)
+        yield rms_norm(f"{name}.q_a_layernorm", query_rank)
+        yield weight(f"{name}.q_b_proj.weight", heads * (nope + rope), query_rank)
     yield weight(f"{name}.kv_a_proj_with_mqa.weight", kv_rank + rope, width)
     yield rms_norm(f"{name}.kv_a_layernorm", kv_rank)
     yield weight(f"{name}.kv_b_proj.weight", heads * (nope + value), kv_rank)
+    if text.get("mla_use_output_gate"):
+        yield weight(f"{name}.g_proj.weight", heads * value, width)
     yield weight(f"{name}.o_proj.weight", width, heads * value)
+
+
+def _delta_attention(name: str, text: dict[str, Any]) -> Iterator[TensorSpec]:
+    """Kimi Delta Attention: a gated delta net with a decay for each channel. What is small is published in
+    float32."""
+    width, linear = text["hidden_size"], text["linear_attn_config"]
+    num_heads, head_dim = linear["num_heads"], linear["head_dim"]
+    inner_width, kernel = num_heads * head_dim, linear["short_conv_kernel_size"]
+    yield TensorSpec(f"{name}.A_log", (head_dim,), -3.0, 1.0, torch.float32)
+    yield TensorSpec(f"{name}.dt_bias", (inner_width,), 0.0, 0.5, torch.float32)
+    for part in "qkv":
+        yield weight(f"{name}.{part}_proj.weight", inner_width, width)
+        yield dataclasses.replace(
+            weight(f"{name}.{part}_conv1d.weight", inner_width, 1, kernel), dtype=torch.float32
+        )
+    yield weight(f"{name}.b_proj.weight", num_heads, width)
+    yield weight(f"{name}.f_a_proj.weight", head_dim, width)
+    yield weight(f"{name}.f_b_proj.weight", inner_width, head_dim)
+    yield weight(f"{name}.g_proj.weight", inner_width, width)
+    yield rms_norm(f"{name}.o_norm", head_dim, dtype=torch.float32)
+    yield weight(f"{name}.o_proj.weight", width, inner_width)
+
+
+def _residual(name: str, width: int) -> Iterator[TensorSpec]:
+    """The weighting of earlier layers' outputs (attention residuals)."""
+    yield rms_norm(f"{name}_res_norm", width)
+    yield weight(f"{name}_res_proj.weight", 1, width)
+
+
+def _latent_experts(name: str, text: dict[str, Any]) -> Iterator[TensorSpec]:
+    """Routed experts between projections to a narrower width and back, and shared experts as one MLP."""
+    width, inner_width = text["hidden_size"], text["moe_intermediate_size"]
+    latent, num_experts = text["routed_expert_hidden_size"], text["num_experts"]
+    for expert in range(num_experts):
+        yield weight(f"{name}.experts.{expert}.w1.weight", inner_width, latent)
+        yield weight(f"{name}.experts.{expert}.w2.weight", latent, inner_width)
+        yield weight(f"{name}.experts.{expert}.w3.weight", inner_width, latent)
+    yield weight(f"{name}.gate.weight", num_experts, width)
+    yield TensorSpec(f"{name}.gate.e_score_correction_bias", (num_experts,), 0.0, 0.05, torch.float32)
+    yield weight(f"{name}.routed_expert_down_proj.weight", latent, width)
+    yield rms_norm(f"{name}.routed_expert_norm", latent)
+    yield weight(f"{name}.routed_expert_up_proj.weight", width, latent)
+    yield from _gated_mlp(f"{name}.shared_experts", width, text["num_shared_experts"] * inner_width)
 
 
 def _gated_mlp(name: str, width: int, inner_width: int) -> Iterator[TensorSpec]:

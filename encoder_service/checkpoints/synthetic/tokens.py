@@ -55,6 +55,8 @@ KIMI_TOKENS = (
     "<|media_begin|>", "<|media_content|>", "<|media_end|>", "<|media_pad|>", "[UNK]", "[PAD]",
 )  # fmt: skip
 
+KIMI_VL_TOKENS = tuple("<|media_start|>" if name == "<|media_begin|>" else name for name in KIMI_TOKENS)
+
 
 def special_ids(names: tuple[str, ...]) -> dict[str, int]:
     """Special token to id."""

@@ -1,7 +1,7 @@
 """Learned positions of patches: interpolated from coordinates, added and normalised in one pass.
 
 Owns the table entries and weights of the taps. They are computed on the device with the same float32 steps as
-positions.linear_taps and positions.cubic_taps, so that no per-patch table is built or transferred.
+positions.linear_taps, centred_linear_taps and cubic_taps, so that no per-patch table is built or transferred.
 
 Shape legend: P patches, E tower width.
 """
@@ -35,7 +35,7 @@ def embed_norm(
     bias: torch.Tensor | None,
     eps: float,
     *,
-    mode: Literal["linear", "cubic"],
+    mode: Literal["linear", "centred_linear", "cubic"],
     table_height: int,
     table_width: int,
     frame_table: torch.Tensor | None = None,
@@ -47,7 +47,8 @@ def embed_norm(
     x: the patch embedding with its bias; its row stride may exceed E. table: [table_height * table_width, E]
     in any float dtype. coords: int32 [P, 4]: row, column, height and width of each patch's frame; for padding
     (0, 0, 1, 1). mode: "linear" stretches the table over the frame with fixed ends, with four taps (Qwen);
-    "cubic" uses sixteen taps at half-pixel centres, with borders repeated (MoonViT). frame_table
+    the others use half-pixel centres with borders repeated, "centred_linear" four taps (Kimi-K3) and "cubic"
+    sixteen (Kimi-K2.5). frame_table
     [max_frames + 1, E] with frame_index int32 [P] adds each patch's temporal row. The positions are summed in
     float32 and rounded once, together with x, to x's dtype.
     """
@@ -83,6 +84,7 @@ def embed_norm(
         eps,
         TABLE_HEIGHT=table_height,
         TABLE_WIDTH=table_width,
+        CENTRED=mode != "linear",
         CUBIC=mode == "cubic",
         WIDTH=width,
         MAIN=main,
@@ -93,11 +95,11 @@ def embed_norm(
 
 
 @triton.jit
-def _source(position, size, TABLE_SIZE: tl.constexpr, CUBIC: tl.constexpr):
+def _source(position, size, TABLE_SIZE: tl.constexpr, CENTRED: tl.constexpr):
     """Coordinate, float32, of ``position`` of ``size`` on an axis of TABLE_SIZE entries. Divisions round to
     nearest, because a result just below a whole number would shift the taps by one entry."""
     position = position.to(tl.float32)
-    if CUBIC:
+    if CENTRED:
         source = tl.div_rn((position + 0.5) * TABLE_SIZE, size.to(tl.float32)) - 0.5
     else:
         source = tl.div_rn(position * (TABLE_SIZE - 1), tl.maximum(size - 1, 1).to(tl.float32))
@@ -137,6 +139,7 @@ def _embed_norm_kernel(
     eps,
     TABLE_HEIGHT: tl.constexpr,
     TABLE_WIDTH: tl.constexpr,
+    CENTRED: tl.constexpr,
     CUBIC: tl.constexpr,
     WIDTH: tl.constexpr,
     MAIN: tl.constexpr,
@@ -144,8 +147,9 @@ def _embed_norm_kernel(
 ):
     patch = tl.program_id(0).to(tl.int64)
     patch_coords_ptr = coords_ptr + patch * coords_stride
-    row_source = _source(tl.load(patch_coords_ptr), tl.load(patch_coords_ptr + 2), TABLE_HEIGHT, CUBIC)
-    column_source = _source(tl.load(patch_coords_ptr + 1), tl.load(patch_coords_ptr + 3), TABLE_WIDTH, CUBIC)
+    height, width = tl.load(patch_coords_ptr + 2), tl.load(patch_coords_ptr + 3)
+    row_source = _source(tl.load(patch_coords_ptr), height, TABLE_HEIGHT, CENTRED)
+    column_source = _source(tl.load(patch_coords_ptr + 1), width, TABLE_WIDTH, CENTRED)
 
     main_sum = tl.zeros((MAIN,), dtype=tl.float32)
     tail_sum = tl.zeros((TAIL,), dtype=tl.float32)

@@ -32,9 +32,10 @@ def merge_frames_norm(
     index_GF: torch.Tensor,
     weight_GF: torch.Tensor,
     final_norm: Norm,
-    pre_norm: Norm,
+    pre_norm: Norm | None,
 ) -> torch.Tensor:
-    """pre_norm of the weighted mean, over F frames, of final_norm(x[i] + delta[i]): new [G, E] in x's dtype.
+    """pre_norm of the weighted mean, over F frames, of final_norm(x[i] + delta[i]), or that mean without a
+    pre_norm: new [G, E] in x's dtype.
 
     index: int32 or int64 [G, F], rows of x. weight: float32 [G, F]; zero in unused entries, whose index must
     still be valid. x and delta are not changed; their row strides may exceed E; delta may be None. The sum,
@@ -47,8 +48,9 @@ def merge_frames_norm(
         check_rows("delta", delta_PE, (num_patches, width))
     check_rows("index", index_GF, (num_rows, num_frames))
     check_rows("weight", weight_GF, (num_rows, num_frames))
-    for norm in (final_norm, pre_norm):
-        check_norm(norm.weight, norm.bias, width)
+    check_norm(final_norm.weight, final_norm.bias, width)
+    if pre_norm is not None:
+        check_norm(pre_norm.weight, pre_norm.bias, width)
     merged_GE = torch.empty((num_rows, width), dtype=x_PE.dtype, device=x_PE.device)
     if num_rows == 0:
         return merged_GE
@@ -60,15 +62,15 @@ def merge_frames_norm(
         weight_GF,
         final_norm.weight,
         final_norm.bias,
-        pre_norm.weight,
-        pre_norm.bias,
+        pre_norm.weight if pre_norm is not None else None,
+        pre_norm.bias if pre_norm is not None else None,
         merged_GE,
         x_PE.stride(0),
         delta_PE.stride(0) if delta_PE is not None else 0,
         index_GF.stride(0),
         weight_GF.stride(0),
         final_norm.eps,
-        pre_norm.eps,
+        pre_norm.eps if pre_norm is not None else 0.0,
         FRAMES=num_frames,
         WIDTH=width,
         MAIN=main,
@@ -117,9 +119,15 @@ def _merge_kernel(
         )
         main_mean += main_part.to(dtype).to(tl.float32) * frame_weight
         tail_mean += tail_part.to(dtype).to(tl.float32) * frame_weight
-    main_mean = main_mean.to(dtype).to(tl.float32)
-    tail_mean = tail_mean.to(dtype).to(tl.float32)
-    main_part, tail_part = norm_row(
-        main_mean, tail_mean, pre_weight_ptr, pre_bias_ptr, pre_eps, WIDTH, MAIN, TAIL
-    )
-    store_row(merged_ptr + row * WIDTH, main_part, tail_part, WIDTH, MAIN, TAIL)
+    if pre_weight_ptr is not None:
+        main_mean, tail_mean = norm_row(
+            main_mean.to(dtype).to(tl.float32),
+            tail_mean.to(dtype).to(tl.float32),
+            pre_weight_ptr,
+            pre_bias_ptr,
+            pre_eps,
+            WIDTH,
+            MAIN,
+            TAIL,
+        )
+    store_row(merged_ptr + row * WIDTH, main_mean, tail_mean, WIDTH, MAIN, TAIL)

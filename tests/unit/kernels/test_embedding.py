@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import pytest
 import torch
 
 from encoder_service.towers.kernels import embed_norm
-from encoder_service.towers.layers import interpolate_positions
-from encoder_service.towers.positions import cubic_taps, grid_taps, linear_taps, raster_coordinates
+from encoder_service.towers.layers import TAPS, PositionMode, interpolate_positions
+from encoder_service.towers.positions import grid_taps, raster_coordinates
 from tests.unit.kernels.references import EPS, assert_near, norm_float32, padded_rows, randn
 
-Mode = Literal["linear", "cubic"]
-TAPS = {"linear": linear_taps, "cubic": cubic_taps}
 TABLE_HEIGHT, TABLE_WIDTH = 9, 7
 # Below, at, above the table's sides; one patch.
 FRAMES = [(2, 2), (1, 7), (1, 1), (11, 1)]
@@ -25,7 +21,7 @@ def frame_coords(height: int, width: int) -> torch.Tensor:
     return torch.cat([rows[:, None], columns[:, None], sizes], dim=1).int()
 
 
-def plain_positions(table: torch.Tensor, height: int, width: int, mode: Mode) -> torch.Tensor:
+def plain_positions(table: torch.Tensor, height: int, width: int, mode: PositionMode) -> torch.Tensor:
     taps = TAPS[mode]
     index, weight = grid_taps(taps(height, TABLE_HEIGHT), taps(width, TABLE_WIDTH), TABLE_WIDTH)
     return interpolate_positions(table, index, weight)
@@ -36,13 +32,14 @@ def plain_positions(table: torch.Tensor, height: int, width: int, mode: Mode) ->
     [
         ("linear", FRAMES, 64, torch.float32, False),
         ("cubic", FRAMES, 64, torch.float32, False),
+        ("centred_linear", FRAMES, 64, torch.float32, False),
         ("linear", FRAMES[:1], 1152, torch.bfloat16, False),
         ("cubic", FRAMES[:1], 1152, torch.bfloat16, False),
         ("cubic", [(2, 3)] * 3, 144, torch.bfloat16, True),
     ],
 )
 def test_positions_and_temporal_rows_equal_the_plain_path(
-    mode: Mode,
+    mode: PositionMode,
     frames: list[tuple[int, int]],
     width: int,
     dtype: torch.dtype,
@@ -78,8 +75,8 @@ def test_positions_and_temporal_rows_equal_the_plain_path(
 
 
 @pytest.mark.parametrize("table_size", [pytest.param(48, marks=pytest.mark.extended), 64])
-@pytest.mark.parametrize("mode", ["linear", "cubic"])
-def test_every_side_has_the_plain_taps(mode: Mode, table_size: int, device: torch.device) -> None:
+@pytest.mark.parametrize("mode", TAPS)
+def test_every_side_has_the_plain_taps(mode: PositionMode, table_size: int, device: torch.device) -> None:
     """Short sides and a few positions of long ones, against the same float32 steps. A table of one-hot rows
     shows each tap's entry and weight: a position on a whole entry must not move to its neighbour."""
     positions = [(side, position) for side in (1, 2, 3, 5, 7) for position in range(side)]

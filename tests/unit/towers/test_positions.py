@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch.nn.functional import interpolate
 
 from encoder_service.towers.positions import (
+    centred_linear_taps,
     cubic_taps,
     grid_taps,
     linear_taps,
@@ -20,6 +21,7 @@ TABLE_SIDES = st.integers(1, 24)
 
 RESIZES = {
     "bicubic": (cubic_taps, {"mode": "bicubic", "align_corners": False}),
+    "bilinear centred": (centred_linear_taps, {"mode": "bilinear", "align_corners": False}),
     "bilinear": (linear_taps, {"mode": "bilinear", "align_corners": True}),
 }
 
