@@ -12,7 +12,10 @@ from safetensors.torch import load_file, save_file
 
 from encoder_service.checkpoints.synthetic import make_checkpoint
 
-TOWER_PREFIXES = ("model.visual.", "thinker.visual.", "vision_tower.", "mm_projector.")
+TOWER_PREFIXES = (
+    *("model.visual.", "thinker.visual."),
+    *("vision_tower.", "mm_projector.", "multi_modal_projector."),
+)
 INDEX = "model.safetensors.index.json"
 MIXTURES = ("qwen3_vl_moe", "qwen3_5_moe")
 """Families whose MLPs have experts, of the dense families without the ending."""

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, TypeAlias
 
 import torch
@@ -184,7 +185,32 @@ class KimiReference(ReferenceTower):
         return self._model.vision_tower
 
 
-REFERENCES: dict[str, type[ReferenceTower]] = {"kimi_k25": KimiReference}
+class KimiVLReference(KimiReference):
+    """The reference has no model of Kimi-VL. Of images its Kimi-K2.5 tower is the same, with which
+    tests/engines/test_kimi_towers.py compares vLLM's class."""
+
+    def load(self, checkpoint: Path, config: dict[str, Any], dtype: torch.dtype) -> Any:
+        model = _KimiModel(config["vision_config"], config["text_config"]["hidden_size"])
+        return model.take(checkpoint).to(dtype)
+
+
+class KimiK3Reference(KimiReference):
+    """The reference has no model of Kimi-K3: its Kimi-K2.5 tower with the norms, layers and position table of
+    vLLM's class, with which tests/engines/test_kimi_towers.py compares the tower."""
+
+    def load(self, checkpoint: Path, config: dict[str, Any], dtype: torch.dtype) -> Any:
+        published = config["vision_config"]
+        vision = {own: published[name] for name, own in KIMI_VISION_NAMES.items()}
+        model = _KimiModel(vision, config["text_config"]["hidden_size"])
+        model.become_k3(published["qkv_hidden_size"], published["projector_ln_eps"])
+        return model.take(checkpoint).to(dtype)
+
+
+REFERENCES: dict[str, type[ReferenceTower]] = {
+    "kimi_k25": KimiReference,
+    "kimi_vl": KimiVLReference,
+    "kimi_k3": KimiK3Reference,
+}
 """By model_type, where it is not ReferenceTower itself."""
 
 
@@ -278,3 +304,94 @@ def _load_kimi(checkpoint: Path, config: dict[str, Any], dtype: torch.dtype) -> 
     untouched = [name for name in info["missing_keys"] if "vision_tower" in name or "mm_projector" in name]
     assert not untouched, f"the reference found no published tensor for {untouched}"
     return model.model
+
+
+# Published names of MoonViT's tensors, and the reference package's own.
+MOONVIT_NAMES = (
+    (r"encoder\.blocks\.(\d+)\.norm1", r"layers.\1.norm2"),
+    (r"encoder\.blocks\.(\d+)\.norm0", r"layers.\1.norm1"),
+    (r"encoder\.blocks\.(\d+)\.mlp\.fc1", r"layers.\1.mlp.fc2"),
+    (r"encoder\.blocks\.(\d+)\.mlp\.fc0", r"layers.\1.mlp.fc1"),
+    (r"encoder\.blocks\.(\d+)\.wo", r"layers.\1.attn.proj"),
+    (r"encoder\.blocks\.(\d+)\.wqkv", r"layers.\1.attn.wqkv"),
+    (r"encoder\.final_layernorm", "final_layernorm"),
+    (r"pos_emb\.weight", "pos_emb.position_embeddings"),
+    (r"(multi_modal|mm)_projector\.(proj\.0|linear_1)", "mm_projector.in_proj"),
+    (r"(multi_modal|mm)_projector\.(proj\.2|linear_2)", "mm_projector.out_proj"),
+    (r"(multi_modal|mm)_projector\.", "mm_projector."),
+)
+
+
+class _KimiModel(torch.nn.Module):
+    """The reference's modules of Kimi-K2.5, for towers that it has no model of. vision: sizes under the
+    reference's names."""
+
+    def __init__(self, vision: dict[str, Any], out_width: int) -> None:
+        super().__init__()
+        import_reference()
+        modeling = importlib.import_module("transformers.models.kimi_k25.modeling_kimi_k25")
+        configuration = importlib.import_module("transformers.models.kimi_k25.configuration_kimi_k25")
+        known = {name: vision[name] for name in KIMI_VISION_NAMES.values() if name in vision}
+        for side in ("height", "width"):
+            known.setdefault(f"pos_emb_{side}", vision.get(f"init_pos_emb_{side}", 64))
+        config = configuration.Kimi_K25VisionConfig(**known)
+        self.vision_tower = modeling.Kimi_K25VisionModel._from_config(config, attn_implementation="sdpa")
+        width = config.hidden_size
+        sizes = {"projection_hidden_size": width, "projection_layer_norm_eps": 1e-5}
+        text = SimpleNamespace(hidden_size=out_width)
+        self.mm_projector = modeling.Kimi_K25MultimodalProjection(
+            SimpleNamespace(vision_config=config, text_config=text, **sizes)
+        )
+
+    def become_k3(self, qkv_width: int, projector_eps: float) -> None:
+        tower, projector = self.vision_tower, self.mm_projector
+        width, num_heads = tower.config.hidden_size, tower.config.num_attention_heads
+        tower.config.head_dim = qkv_width // num_heads
+        tower.rotary_emb = type(tower.rotary_emb)(tower.config)
+        tower.patch_embed.proj.bias = None
+        tower.patch_embed.pos_emb.interpolation_mode = "bilinear"
+        tower.final_layernorm = torch.nn.RMSNorm(width)
+        for layer in tower.layers:
+            layer.norm1, layer.norm2 = torch.nn.RMSNorm(width), torch.nn.RMSNorm(width)
+            layer.mlp.fc1.bias = layer.mlp.fc2.bias = None
+            attention = layer.attn
+            attention.head_dim = tower.config.head_dim
+            attention.scaling = attention.head_dim**-0.5
+            for part in ("q_proj", "k_proj", "v_proj"):
+                setattr(attention, part, torch.nn.Linear(width, qkv_width, bias=False))
+            attention.proj = torch.nn.Linear(qkv_width, width, bias=False)
+        self.mm_projector = torch.nn.Sequential()
+        self.mm_projector.flatten = torch.nn.Flatten()
+        merged_width, out_width = projector.in_proj.in_features, projector.out_proj.out_features
+        self.mm_projector.in_proj = torch.nn.Linear(merged_width, merged_width, bias=False)
+        self.mm_projector.act = torch.nn.GELU()
+        self.mm_projector.out_proj = torch.nn.Linear(merged_width, out_width, bias=False)
+        self.mm_projector.post_norm = torch.nn.RMSNorm(out_width, eps=projector_eps)
+
+    def take(self, checkpoint: Path) -> _KimiModel:
+        """Loads every published tensor of the tower and the projector, none left over."""
+        tensors: dict[str, torch.Tensor] = {}
+        for file in sorted(checkpoint.glob("*.safetensors")):
+            tensors |= load_file(file)
+        own: dict[str, torch.Tensor] = {}
+        for published, value in tensors.items():
+            if not published.startswith(("vision_tower.", "mm_projector.", "multi_modal_projector.")):
+                continue
+            name = published
+            for pattern, replacement in MOONVIT_NAMES:
+                name, num_found = re.subn(pattern, replacement, name)
+                if num_found:
+                    break
+            if ".wqkv." in name:
+                for part, values in zip("qkv", value.chunk(3), strict=True):
+                    is_rotated = part != "v"
+                    own[name.replace("wqkv", f"{part}_proj")] = self._halves(values) if is_rotated else values
+            else:
+                own[name] = value
+        self.load_state_dict(own, strict=True)
+        return self
+
+    def _halves(self, values: torch.Tensor) -> torch.Tensor:
+        """From adjacent pairs to halves of a head."""
+        heads = values.unflatten(0, (self.vision_tower.config.num_attention_heads, -1, 2))
+        return heads.transpose(1, 2).flatten(0, 2)

@@ -126,4 +126,5 @@ class KernelCutter:
             merge_size=layout.merge_size,
             temporal_patch_size=layout.temporal_patch_size,
             merges_time=layout.merges_time,
+            in_steps=normalisation.in_steps,
         )

@@ -12,6 +12,8 @@ Rules, and what each follows in the reference (``transformers``):
 * Transparent images (alpha, or a transparent colour) are composited over white, as in the reference's
   processors from 5.23 on (``image_transforms.convert_to_rgb``) and in vLLM. With ``transparent="drop"`` alpha
   is dropped, as in older releases and in SGLang.
+* With ``transparent="keep"`` the alpha channel is kept where there is one, for processors that resize it
+  (``kimi_k3``). A transparent colour of an RGB image is no alpha channel there.
 * Of an animation or a multi-page file, the first frame is used.
 * A file that ends early fails. Metadata that no pixel depends on does not: a PNG is decoded without its texts
   and colour profile, which Pillow refuses above 1 MiB or with a wrong checksum.
@@ -39,7 +41,7 @@ from encoder_service.ingest.headers import ImageSize, format_name, image_brand, 
 from encoder_service.ingest.jpeg import coefficient_bytes, decode_jpeg, is_sequential_rgb
 from vision_encoder.layout.png import png_without_metadata, png_without_pixels
 
-Transparent: TypeAlias = Literal["white", "drop"]
+Transparent: TypeAlias = Literal["white", "drop", "keep"]
 
 # Raster formats with a signature or a strict header. Excluded on purpose: formats that start another program
 # (EPS), that contain other formats (PSD, PDF, FITS, HDF5, GRIB, WMF), that Pillow decodes while opening
@@ -235,8 +237,8 @@ class OpenImage:
     _sequential_jpeg: ImageSize | None  # its size as stored; None for other files
 
     def decode(self, transparent: Transparent = "white") -> torch.Tensor:
-        """The upright first frame as uint8 [H, W, 3], contiguous, owning its memory. transparent: how alpha
-        is handled; see the module. Raises UndecodableImage."""
+        """The upright first frame as uint8 [H, W, 3], or [H, W, 4] with kept alpha, contiguous, owning its
+        memory. transparent: how alpha is handled; see the module. Raises UndecodableImage."""
         if self._sequential_jpeg is not None:
             with _pillow_errors(self._data, "JPEG"):
                 pixels_HWC = decode_jpeg(self._data, self._sequential_jpeg)
@@ -268,24 +270,27 @@ def open_image(data: bytes, limits: DecodeLimits) -> OpenImage:
 
 
 def upright(pixels_HWC: np.ndarray, orientation: object) -> np.ndarray:
-    """Turns uint8 [H, W, 3] by the EXIF orientation; the result is contiguous. Uses numpy, which copies
+    """Turns uint8 [H, W, C] by the EXIF orientation; the result is contiguous. Uses numpy, which copies
     without the interpreter lock and, unlike torch, starts no threads for each worker that copies."""
     turn = _TURNS.get(orientation)
     if turn is None:
         return pixels_HWC
     # One element per pixel, which is copied twice as fast as byte by byte.
-    turned = np.ascontiguousarray(turn(pixels_HWC.view("V3")[..., 0]))
-    return turned.view(np.uint8).reshape(*turned.shape, 3)
+    num_channels = pixels_HWC.shape[2]
+    turned = np.ascontiguousarray(turn(pixels_HWC.view(f"V{num_channels}")[..., 0]))
+    return turned.view(np.uint8).reshape(*turned.shape, num_channels)
 
 
 def to_rgb(image: Image.Image, transparent: Transparent) -> np.ndarray:
-    """A loaded image as uint8 [H, W, 3]. Converted in strips of rows, so that the only further memory is that
-    of a strip: alpha over white takes three copies of an image at once, each of 4 bytes a pixel."""
+    """A loaded image as uint8 [H, W, 3], or [H, W, 4] with kept alpha. Converted in strips of rows, so that
+    the only further memory is that of a strip: alpha over white takes three copies of an image at once, each
+    of 4 bytes a pixel."""
     width, height = image.size
     num_rows = max(1, STRIP_PIXELS // max(1, width))
     if num_rows >= height:
         return np.array(_strip_to_rgb(image, transparent), dtype=np.uint8)
-    pixels_HWC = np.empty((height, width, 3), np.uint8)
+    keeps_alpha = transparent == "keep" and image.mode != "RGB" and _has_alpha(image)
+    pixels_HWC = np.empty((height, width, 4 if keeps_alpha else 3), np.uint8)
     for top in range(0, height, num_rows):
         strip = image.crop((0, top, width, min(height, top + num_rows)))
         pixels_HWC[top : top + num_rows] = np.asarray(_strip_to_rgb(strip, transparent))
@@ -293,9 +298,15 @@ def to_rgb(image: Image.Image, transparent: Transparent) -> np.ndarray:
 
 
 def _strip_to_rgb(image: Image.Image, transparent: Transparent) -> Image.Image:
-    """The image in RGB. For ``white``, as ``transformers.image_transforms.convert_to_rgb``."""
-    has_alpha = "A" in image.getbands() or image.info.get("transparency") is not None
-    if has_alpha and transparent == "white":
+    """The image in RGB, or in RGBA with kept alpha. For ``white``, as
+    ``transformers.image_transforms.convert_to_rgb``."""
+    if transparent == "keep" and image.mode != "RGB" and _has_alpha(image):
+        return image.convert("RGBA")
+    if transparent == "white" and _has_alpha(image):
         above = image.convert("RGBA")
         return Image.alpha_composite(Image.new("RGBA", above.size, (255,) * 4), above).convert("RGB")
     return image if image.mode == "RGB" else image.convert("RGB")
+
+
+def _has_alpha(image: Image.Image) -> bool:
+    return "A" in image.getbands() or image.info.get("transparency") is not None

@@ -11,7 +11,8 @@ Shape suffixes: T frames, H height, W width, C channels, P patches.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import ClassVar, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -50,19 +51,26 @@ def limited_size(height: int, width: int, patch_size: int, limits: PatchLimits) 
     return min(max(1, int(height * scale)), max_side), min(max(1, int(width * scale)), max_side)
 
 
-def most_patches(patch_size: int, merge_size: int, limits: PatchLimits) -> int:
-    """Patches of the largest grid that ``limited_size`` and padding give for an image of at least one patch
-    per side. The largest comes from an image whose sides fall just short of one more patch, which the budget
-    does not count."""
+# Target (height, width) before padding, of height, width, patch size and limits.
+SizeRule: TypeAlias = Callable[[int, int, int, PatchLimits], tuple[int, int]]
+
+
+def most_patches(
+    patch_size: int, merge_size: int, limits: PatchLimits, size_of: SizeRule = limited_size
+) -> int:
+    """Patches of the largest grid that the rule and padding give for an image of at least one patch per side.
+    The largest comes from an image whose sides fall just short of one more patch, which the budget does not
+    count."""
     most = 0
     for rows in range(1, limits.max_patches_per_side + 1):
         for columns in range(limits.max_patches // rows, limits.max_patches // rows + 3):
             sides = ((rows + 1) * patch_size - 1, (columns + 1) * patch_size - 1)
             grid_h, grid_w = (
                 -(-side // (patch_size * merge_size)) * merge_size
-                for side in limited_size(*sides, patch_size, limits)
+                for side in size_of(*sides, patch_size, limits)
             )
-            most = max(most, grid_h * grid_w)
+            if max(grid_h, grid_w) <= limits.max_patches_per_side:
+                most = max(most, grid_h * grid_w)
     return most
 
 
@@ -80,9 +88,9 @@ def moonvit_indices(
 class MoonViTPreprocessor(Preprocessor):
     """Kimi-K2.5 and K2.6. No aspect ratio is refused: the limit per side bounds even a narrow strip."""
 
-    family = "kimi_k25"
-    rules = "moonvit.1"  # change when the same settings give different pixels
-    options = ("max_patches", "max_patches_per_side")
+    family: ClassVar[str] = "kimi_k25"
+    rules: ClassVar[str] = "moonvit.1"  # change when the same settings give different pixels
+    options: ClassVar[tuple[str, ...]] = ("max_patches", "max_patches_per_side")
     merges_time = True
     clips: MoonViTClips | None
 
@@ -120,7 +128,7 @@ class MoonViTPreprocessor(Preprocessor):
     def plan_image(self, height: int, width: int, options: PreprocessOptions) -> ImagePlan:
         patch_size = self.settings.patch_size
         target = limited_size(height, width, patch_size, self.patch_limits(options))
-        grid = _padded_grid(1, target, patch_size, self.merge_size)
+        grid = padded_grid(1, target, patch_size, self.merge_size)
         return ImagePlan(target, (grid.h * patch_size, grid.w * patch_size), grid)
 
     def patchify(self, frames_THWC: torch.Tensor) -> torch.Tensor:
@@ -168,7 +176,7 @@ class MoonViTClips(ClipRules):
 
     def sized(self, num_frames: int, height: int, width: int, options: PreprocessOptions) -> ClipPlan:
         target = limited_size(height, width, self.patch_size, self.frame_limits(options))
-        grid = _padded_grid(num_frames, target, self.patch_size, self._merge_size)
+        grid = padded_grid(num_frames, target, self.patch_size, self._merge_size)
         chunk = self.settings.chunk_frames
         chunks = tuple(
             grid._replace(t=min(chunk, num_frames - start)) for start in range(0, num_frames, chunk)
@@ -202,7 +210,7 @@ def _patch_limits(
     return PatchLimits(**overridden(PatchLimits._fields, settings, options))
 
 
-def _padded_grid(num_frames: int, target: tuple[int, int], patch_size: int, merge_size: int) -> Grid:
+def padded_grid(num_frames: int, target: tuple[int, int], patch_size: int, merge_size: int) -> Grid:
     """The grid of frames padded to whole merge blocks. target: (height, width) in pixels."""
     grid_h, grid_w = (-(-side // (patch_size * merge_size)) * merge_size for side in target)
     return Grid(num_frames, grid_h, grid_w)

@@ -90,6 +90,7 @@ class OpenItem:
 class Preprocessor(abc.ABC):
     """One family's preprocessing with one checkpoint's settings. Stateless and thread-safe.
 
+    modalities: what the family's own processor makes; pixel tensors of others are refused too.
     family, rules, options, merges_time: set by a subclass. rules: version of the preprocessing rules in the
     code. options: the overrides that images accept. merges_time: the tower averages over frames. fingerprint:
     32 bytes over the rules and every setting that changes pixels. patch_dim: elements of one flattened patch.
@@ -101,6 +102,7 @@ class Preprocessor(abc.ABC):
     rules: ClassVar[str]
     options: ClassVar[tuple[str, ...]]
     merges_time: ClassVar[bool] = False
+    modalities: ClassVar[tuple[Modality, ...]] = (Modality.IMAGE, Modality.VIDEO)
     fingerprint: bytes
     patch_layout: PatchLayout | None = None
     clips: ClipRules | None = None
@@ -161,7 +163,11 @@ class Preprocessor(abc.ABC):
         """Converts uint8 frames [T, H, W, 3] to normalised float32 [P, patch_dim], on the same device."""
 
     def check_options(self, modality: Modality, options: PreprocessOptions) -> None:
-        """Raises InvalidOption for an override that the family lacks or whose value is out of bounds."""
+        """Raises InvalidOption for an override that the family lacks or whose value is out of bounds,
+        UnsupportedContent for a modality that it lacks."""
+        if modality not in self.modalities:
+            taken = " and ".join(f"{one.value} items" for one in self.modalities)
+            raise UnsupportedContent(f"{self.family} takes {taken}, this is a {modality.value} item")
         clips = self.clips if modality is Modality.VIDEO else None
         accepted = self.options if modality is Modality.IMAGE else ()
         if clips is not None:
@@ -193,8 +199,16 @@ class Preprocessor(abc.ABC):
         """Opens an image file: reads its header. Raises as ``open``."""
         image = open_image(data, self.limits)
         plan = self.plan_image(*image.size, options)
-        num_bytes = max(image.decoded_bytes, resize_bytes(*image.size, plan.target, plan.padded))
+        num_bytes = self.image_bytes(image, plan)
         return OpenItem(plan.grid, num_bytes, functools.partial(self._load_image, image, options))
+
+    def image_bytes(self, image: OpenImage, plan: ImagePlan) -> int:
+        """The most memory that decoding and ``resized`` take."""
+        return max(image.decoded_bytes, resize_bytes(*image.size, plan.target, plan.padded))
+
+    def resized(self, image_HWC: torch.Tensor, plan: ImagePlan) -> torch.Tensor:
+        """A decoded image, resized and padded: uint8 [*plan.padded, 3]."""
+        return resize_and_pad(image_HWC, plan.target, plan.padded)
 
     def _load_image(self, image: OpenImage, options: PreprocessOptions) -> LoadedPixels:
         """One decoded, resized and padded frame, with the milliseconds of decoding and of resizing. The grid
@@ -203,7 +217,7 @@ class Preprocessor(abc.ABC):
         image_HWC = image.decode(self.transparent)
         decoded_s = time.perf_counter()
         plan = self.plan_image(image_HWC.shape[0], image_HWC.shape[1], options)
-        frames_THWC = resize_and_pad(image_HWC, plan.target, plan.padded).unsqueeze(0)
+        frames_THWC = self.resized(image_HWC, plan).unsqueeze(0)
         resized_s = time.perf_counter()
         decode_ms, resize_ms = (decoded_s - started_s) * 1e3, (resized_s - decoded_s) * 1e3
         return LoadedPixels(FrameItem(frames_THWC, plan.grid), decode_ms, resize_ms)

@@ -10,6 +10,8 @@ from pathlib import Path
 
 from encoder_service.errors import UnsupportedCheckpoint
 from encoder_service.ingest.decode import DecodeLimits, Transparent
+from encoder_service.ingest.kimi_k3 import kimi_k3_preprocessor
+from encoder_service.ingest.kimi_vl import kimi_vl_preprocessor
 from encoder_service.ingest.moonvit import moonvit_preprocessor
 from encoder_service.ingest.preprocessor import Build, Preprocessor
 from encoder_service.ingest.qwen3_omni import qwen3_omni_preprocessor
@@ -25,6 +27,8 @@ FAMILIES: Mapping[str, Build] = {
     "qwen3_omni_moe": qwen3_omni_preprocessor,
     "interns1_pro": qwen_vl_preprocessor,
     "intern_s2_preview": qwen_vl_preprocessor,
+    "kimi_vl": kimi_vl_preprocessor,
+    "kimi_k3": kimi_k3_preprocessor,
 }
 
 

@@ -12,7 +12,7 @@ for clips are in the same file as those for images (``sample_fps``, ``in_patch_l
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import Field, dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeAlias
@@ -52,6 +52,15 @@ class Normalisation:
     image_mean: Triple
     image_std: Triple
     rescale_factor: float
+    in_steps: ClassVar[bool] = False
+
+
+@dataclass(frozen=True)
+class SteppedNormalisation(Normalisation):
+    """The same, with each of the three steps rounded to float32: torchvision's ``to_tensor`` and
+    ``normalize``. The plain one has the rescale factor in mean and std."""
+
+    in_steps: ClassVar[bool] = True
 
 
 class Settings(Protocol):
@@ -135,8 +144,20 @@ class SettingsReader(JsonReader):
         """The section of that name, or this object if there is none."""
         return self.section(key) if self.has(key) else self
 
-    def flag(self, key: str) -> bool:
-        value: bool = self.read((key,), "true or false", lambda value: isinstance(value, bool), False)
+    def flag(self, key: str, *, default: bool = False) -> bool:
+        value: bool = self.read((key,), "true or false", lambda value: isinstance(value, bool), default)
+        return value
+
+    def one_of(self, key: str, allowed: Sequence[str]) -> Any:
+        """The default is the first."""
+        needed = f"one of {', '.join(dict.fromkeys(allowed))}"
+        return self.read((key,), needed, lambda value: value in allowed, allowed[0])
+
+    def level(self, key: str, default: int) -> int:
+        """A value of a pixel."""
+        value: int = self.read(
+            (key,), "0 to 255", lambda value: type(value) is int and 0 <= value <= 255, default
+        )
         return value
 
     def area(self, key: str, size_key: str) -> int:

@@ -1,11 +1,10 @@
-"""The towers of Kimi-VL and Kimi-K3 equal vLLM's own in float32: the reference package has no model of them."""
+"""The towers of Kimi-VL and Kimi-K3 equal vLLM's own in float32; the reference package has no such models."""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -52,6 +51,8 @@ def _in_vllm(tmp_path: Path) -> Iterator[None]:
 class KimiVision(torch.nn.Module):
     """vLLM's tower and projector, under the names of their modules in its model."""
 
+    vision_tower: Any
+
     def load(self, tensors: dict[str, torch.Tensor], architecture: Any) -> None:
         from vllm.model_executor.models.utils import AutoWeightsLoader
 
@@ -91,8 +92,8 @@ class KimiK3Vision(KimiVision):
         self.load(tensors, model.KimiK3ForConditionalGeneration)
 
     def rows(self, pixels: torch.Tensor, grids: list[Grid]) -> torch.Tensor:
-        maps = self.vision_tower(pixels, [list(grid) for grid in grids])
-        rows: torch.Tensor = self.mm_projector(torch.cat(maps))
+        parts = self.vision_tower(pixels, [list(grid) for grid in grids])
+        rows: torch.Tensor = self.mm_projector(torch.cat(parts))
         return rows
 
 

@@ -1,5 +1,5 @@
-"""Sizes of the random checkpoints of Kimi-K2.5, Kimi-VL and Kimi-K3. Towers of size ``full`` have the published
-dimensions. Language models are always small, but as wide as the tower's rows.
+"""Sizes of the random checkpoints of Kimi-K2.5, Kimi-VL and Kimi-K3. Towers of size ``full`` have the
+published dimensions. Language models are always small, but as wide as the tower's rows.
 
 Kimi-VL's config.json spells the tower's sizes as the reference package does. Kimi-K3's routed experts are
 published in four bits; here they have the 16 bits of the rest.
@@ -26,8 +26,8 @@ LANGUAGE_MODELS = {
     "full": (7168, 2, 8, 128, 2048),
 }
 
-# Kimi-K3's tower: the width of all heads together, which in the others is the tower's width; sizes that differ
-# from the others'.
+# Of Kimi-K3's tower: the width of all heads together, which in the others is the tower's width; the sizes
+# that differ from the others'.
 K3_QKV_WIDTHS = {"tiny": 96, "small": 384, "full": 1536}
 K3_FULL = {"hidden_size": 1024, "num_heads": 12, "intermediate_size": 4096}
 # Of the linear attention: layers from 1 on, then those with full attention, heads.

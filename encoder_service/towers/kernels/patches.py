@@ -51,6 +51,7 @@ def patchify_items(
     merge_size: int,
     temporal_patch_size: int,
     merges_time: bool,
+    in_steps: bool = False,
 ) -> torch.Tensor:
     """Writes a whole batch's patches of either family to out [P, 3 * tp * patch_size^2], in one launch, and
     returns out. Everything that differs between batches is in tensors, so the launch can be replayed in a
@@ -63,7 +64,7 @@ def patchify_items(
     (t - 1) and at most tp * t. It is 0 if finished patches begin at the offset, in out's dtype, at a multiple
     of its size. The last frame is repeated to fill a temporal patch. Patches are in merge order, or frame by
     frame in raster order if ``merges_time``. mean, std: per channel, for values times rescale_factor.
-    patch_size must be even.
+    in_steps: see ``ingest.settings.SteppedNormalisation``. patch_size must be even.
     """
     num_patches, num_items = out.shape[0], items_I5.shape[0]
     group = merge_size**2
@@ -90,7 +91,7 @@ def patchify_items(
             MERGE=merge_size,
             MERGES_TIME=merges_time,
             COLUMNS=NUM_COLUMNS,
-            **normalisation(mean, std, rescale_factor, out.dtype),
+            **normalisation(mean, std, rescale_factor, out.dtype, in_steps=in_steps),
             PATCH=patch_size,
             TEMPORAL=temporal_patch_size,
             PAIRS_TILE=triton.next_power_of_2(patch_size**2 // 2),
@@ -101,25 +102,35 @@ def patchify_items(
 
 @functools.lru_cache(maxsize=64)
 def normalisation(
-    mean: Triple, std: Triple, rescale_factor: float, dtype: torch.dtype
+    mean: Triple, std: Triple, rescale_factor: float, dtype: torch.dtype, *, in_steps: bool = False
 ) -> dict[str, float | bool]:
-    """The kernel's mean_*, scale_* and DIVIDES for uint8 pixels that are normalised into ``dtype``.
+    """The kernel's mean_*, scale_*, DIVIDES, levels and IN_STEPS for uint8 pixels that are normalised into
+    ``dtype``.
 
     Means and standard deviations are divided by the rescale factor in float32, as in the preprocessors.
     scale_* are the deviations, or their reciprocals if multiplying rounds to the same result as dividing for
-    all 256 values. In 16 bits it mostly does, and a division costs many times as much.
+    all 256 values. In 16 bits it mostly does, and a division costs many times as much. IN_STEPS: pixels are
+    divided by ``levels`` first; a normalisation in steps may do without if all 256 results are equal.
     """
-    means, deviations = (
-        torch.tensor(values, dtype=torch.float32, device="cpu") * (1.0 / rescale_factor)
-        for values in (mean, std)
-    )
+    levels = 1.0 / rescale_factor
+    pixels = torch.arange(256, dtype=torch.float32, device="cpu")[:, None]
+    means, deviations = (torch.tensor(values, dtype=torch.float32, device="cpu") for values in (mean, std))
+    scaled_means, scaled_deviations = means * levels, deviations * levels
+    exact = (pixels - scaled_means) / scaled_deviations
+    steps = False
+    if in_steps:
+        fused, exact = exact, (pixels / torch.tensor(levels) - means) / deviations
+        steps = not torch.equal(fused.to(dtype), exact.to(dtype))
+    if steps:
+        pixels = pixels / torch.tensor(levels)
+    else:
+        means, deviations = scaled_means, scaled_deviations
     reciprocals = 1.0 / deviations
-    centred = torch.arange(256, dtype=torch.float32, device="cpu")[:, None] - means
-    divides = not torch.equal((centred * reciprocals).to(dtype), (centred / deviations).to(dtype))
+    divides = not torch.equal(((pixels - means) * reciprocals).to(dtype), exact.to(dtype))
     scales = deviations if divides else reciprocals
     named = {f"mean_{channel}": value for channel, value in enumerate(means.tolist())}
     named |= {f"scale_{channel}": value for channel, value in enumerate(scales.tolist())}
-    return named | {"DIVIDES": divides}
+    return named | {"DIVIDES": divides, "levels": levels, "IN_STEPS": steps}
 
 
 @triton.jit
@@ -129,18 +140,25 @@ def store_channel(
     odd,
     mean,
     scale,
+    levels,
     in_patch,
     is_last,
     STEP: tl.constexpr,
     PLANE: tl.constexpr,
     TEMPORAL: tl.constexpr,
     DIVIDES: tl.constexpr,
+    IN_STEPS: tl.constexpr,
 ):
     """Normalises and stores one channel of one frame. Every step is rounded to nearest, as in torch. The last
     frame is also stored in place of missing frames. out: the address of the channel's first value of
     frame 0."""
-    even = even.to(tl.float32) - mean
-    odd = odd.to(tl.float32) - mean
+    even = even.to(tl.float32)
+    odd = odd.to(tl.float32)
+    if IN_STEPS:
+        even = tl.div_rn(even, levels)
+        odd = tl.div_rn(odd, levels)
+    even -= mean
+    odd -= mean
     if DIVIDES:
         even = tl.div_rn(even, scale)
         odd = tl.div_rn(odd, scale)
@@ -170,10 +188,12 @@ def cut_patches(
     scale_0,
     scale_1,
     scale_2,
+    levels,
     PATCH: tl.constexpr,
     TEMPORAL: tl.constexpr,
     PAIRS_TILE: tl.constexpr,
     DIVIDES: tl.constexpr,
+    IN_STEPS: tl.constexpr,
 ):
     """Cuts N patches of temporal slot ``slot``, at row and column [N], into the rows at out_row_ptr [N].
 
@@ -204,12 +224,14 @@ def cut_patches(
                 second >> 8 & 255,
                 mean_0,
                 scale_0,
+                levels,
                 in_patch,
                 is_last,
                 step,
                 PLANE,
                 TEMPORAL,
                 DIVIDES,
+                IN_STEPS,
             )
             store_channel(
                 out_ptr + TEMPORAL * PLANE,
@@ -217,12 +239,14 @@ def cut_patches(
                 third & 255,
                 mean_1,
                 scale_1,
+                levels,
                 in_patch,
                 is_last,
                 step,
                 PLANE,
                 TEMPORAL,
                 DIVIDES,
+                IN_STEPS,
             )
             store_channel(
                 out_ptr + 2 * TEMPORAL * PLANE,
@@ -230,12 +254,14 @@ def cut_patches(
                 third >> 8 & 255,
                 mean_2,
                 scale_2,
+                levels,
                 in_patch,
                 is_last,
                 step,
                 PLANE,
                 TEMPORAL,
                 DIVIDES,
+                IN_STEPS,
             )
 
 
@@ -253,6 +279,7 @@ def _patchify_items_kernel(
     scale_0,
     scale_1,
     scale_2,
+    levels,
     OUT_STRIDE: tl.constexpr,
     PATCH: tl.constexpr,
     MERGE: tl.constexpr,
@@ -261,6 +288,7 @@ def _patchify_items_kernel(
     COLUMNS: tl.constexpr,
     PAIRS_TILE: tl.constexpr,
     DIVIDES: tl.constexpr,
+    IN_STEPS: tl.constexpr,
 ):
     first = tl.program_id(0) * (MERGE * MERGE)
     item = find_item(items_ptr, first, num_items, num_steps, FIRST_PATCH, COLUMNS)
@@ -305,10 +333,12 @@ def _patchify_items_kernel(
                 scale_0,
                 scale_1,
                 scale_2,
+                levels,
                 PATCH,
                 TEMPORAL,
                 PAIRS_TILE,
                 DIVIDES,
+                IN_STEPS,
             )
     else:
         value = tl.arange(0, 2 * PAIRS_TILE)

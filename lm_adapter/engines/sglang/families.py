@@ -18,6 +18,8 @@ SERVED: Mapping[str, str] = {
     "Qwen4ExpForConditionalGeneration": "qwen4_exp",
     "Qwen3OmniMoeForConditionalGeneration": "qwen3_omni_moe",
     "InternS2PreviewForConditionalGeneration": "interns2preview",
+    "KimiVLForConditionalGeneration": "kimi_vl",
+    "KimiK3ForConditionalGeneration": "kimi_k3",
 }
 """A model's class -> its module in ``sglang.srt.models``. Intern-S1-Pro is not among them: SGLang 0.5.23
 cannot build its class (``InternS1ProTextDecoderLayer`` does not take ``start_layer``)."""
@@ -25,14 +27,16 @@ TOWERS: Mapping[str, tuple[str, ...]] = {
     "qwen3_vl": ("Qwen3VLMoeVisionModel",),
     "kimi_k25": ("MoonViT3dPretrainedModel", "K2VLMultiModalProjector"),
     "qwen3_omni_moe": ("Qwen3OmniMoeVisionEncoder", "Qwen3OmniMoeAudioEncoder"),
+    "kimi_vl": ("MoonVitPretrainedModel", "KimiVLMultiModalProjector"),
+    "kimi_k3": ("KimiK3VisionTower", "KimiK3MultiModalProjector"),
 }
 """Module -> the names in it by which constructors of models find their tower."""
 TOWER_PREFIXES = (
-    *("model.visual.", "visual.", "vision_tower.", "mm_projector."),
+    *("model.visual.", "visual.", "vision_tower.", "mm_projector.", "multi_modal_projector."),
     *("thinker.visual.", "thinker.audio_tower."),
 )
 """Published names of the towers' tensors."""
-KIMI_GRIDS = ("kimi_k25",)
+KIMI_GRIDS = ("kimi_k25", "kimi_k3")
 """model_type of the models whose images keep their size up to a budget of patches. All others round sides to
 whole merge blocks, within limits of the area."""
 

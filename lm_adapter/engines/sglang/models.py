@@ -33,6 +33,12 @@ class NoTower(nn.Module):
         super().__init__()
         self.deepstack_visual_indexes = getattr(config, "deepstack_visual_indexes", [])
 
+    def precompile_fused_rope(self) -> bool:
+        """As Kimi-K3's tower where nothing was compiled."""
+        return False
+
+    precompile_attention_backend = precompile_fused_rope
+
 
 @contextlib.contextmanager
 def _towers_left_out() -> Iterator[None]:

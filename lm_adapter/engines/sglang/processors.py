@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import sglang
@@ -34,6 +34,7 @@ from lm_adapter.engines.shared.error_text import message_of, status_of
 from lm_adapter.engines.shared.first_contact import start_of
 from lm_adapter.engines.shared.geometry import Geometry
 from lm_adapter.engines.shared.images import ImageFile
+from lm_adapter.engines.shared.kimi import k3_media_texts, kimi_vl_grid
 from lm_adapter.errors import EncoderError, InvalidRequest
 from lm_adapter.items import Grid
 from lm_adapter.types import EncodedRows
@@ -102,7 +103,10 @@ class FileProcessor(BaseMultimodalProcessor):  # type: ignore[misc]
             )
         )
         grids = [self._grid_of(image) for image in images]
-        prompt = ImagePrompt.of(self._prompt_ids(input_text), grids, self._interface)
+        ids = self._prompt_ids(input_text)
+        if self._interface.model_type == "kimi_k3":
+            ids = self._with_sizes(ids, images)
+        prompt = ImagePrompt.of(ids, grids, self._interface)
         if max_req_input_len is not None and len(prompt.ids) >= max_req_input_len:
             raise ValueError(
                 f"the prompt has {len(prompt.ids)} tokens with its images, less than {max_req_input_len} "
@@ -124,6 +128,22 @@ class FileProcessor(BaseMultimodalProcessor):  # type: ignore[misc]
             image_text = f"<|vision_start|>{image_text}<|vision_end|>"
         ids: list[int] = self._tokenizer.encode(with_placeholders(input_text, self._placeholder, image_text))
         return ids
+
+    def _with_sizes(self, ids: list[int], images: Sequence[ImageFile]) -> list[int]:
+        """The ids with the texts around each image of Kimi-K3, which have its size. Raises ValueError unless
+        there is one placeholder for each image."""
+        placeholder_id = self._interface.image_placeholder_id
+        if (found := ids.count(placeholder_id)) != len(images):
+            raise ValueError(f"the prompt has {found} placeholders of images, {len(images)} were sent")
+        framed, remaining = [], iter(images)
+        for token_id in ids:
+            if token_id != placeholder_id:
+                framed.append(token_id)
+                continue
+            image = next(remaining)
+            before, after = k3_media_texts(image.width, image.height)
+            framed += [*self._tokenizer.encode(before), token_id, *self._tokenizer.encode(after)]
+        return framed
 
     def _output(
         self, prompt: ImagePrompt, rows: list[EncodedRows], num_samples: int
@@ -223,6 +243,15 @@ def grid_rule(interface: VisionInterface, hf_config: Any, processor: Any) -> Cal
         # ``media_processor`` in the published code's processor, ``image_processor`` in that of transformers.
         media_processor = getattr(processor, "media_processor", None) or processor.image_processor
         return _kimi_rule(media_processor.media_proc_cfg)
+    if interface.model_type == "kimi_vl":
+        theirs = processor.image_processor
+        return lambda image: kimi_vl_grid(
+            image.width,
+            image.height,
+            patch_size=theirs.patch_size,
+            merge_size=interface.merge_size,
+            max_patches=theirs.in_token_limit,
+        )
     patch_size = getattr(hf_config, "thinker_config", hf_config).vision_config.patch_size
     size = processor.image_processor.size
 

@@ -42,6 +42,8 @@ _FAMILIES = {
     "interns1_pro": _Family("interns1_pro", uses_mrope=False, has_deepstack=True),
     "intern_s2_preview": _Family("intern_s2_preview"),
     "kimi_k25": _Family("kimi_k25", merges_time=True, uses_mrope=False),
+    "kimi_vl": _Family("kimi_vl", merges_time=True, uses_mrope=False),
+    "kimi_k3": _Family("kimi_k3", merges_time=True, uses_mrope=False),
 }
 """By config.json's model_type."""
 

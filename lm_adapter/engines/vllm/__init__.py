@@ -6,8 +6,8 @@ passes the modules in this order:
 
 - ``api_server``  ``contact``: before the first image, whether the encoder has this model's rows
                   ``media``: the file, undecoded (``shared.images``, ``clips``); ``server``: the first
-                  ``Prefetch``; ``parser``, ``processor``: its grid and placeholders (``kimi`` for Kimi-K2.5);
-                  ``metrics``: what vLLM's ``/metrics`` has of it
+                  ``Prefetch``; ``parser``, ``processor``: its grid and placeholders (``kimi`` for Kimi-K2.5,
+                  ``kimi_images`` for Kimi-VL and Kimi-K3); ``metrics``: what vLLM's ``/metrics`` has of it
 - ``scheduler``   ``tracker``: which requests wait for which rows (``items``, ``requests``, ``room``,
                   ``rows``); ``orders``: the calls that fetch them; ``vllm_cache_view``: which rows vLLM has
 - ``worker``      ``ranks``: rows are read and checked; ``without_tower``: the model that takes them

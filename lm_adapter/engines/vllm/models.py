@@ -43,6 +43,8 @@ ARCHITECTURES = {
     "InternS1ProForConditionalGeneration": Model("interns1_pro"),
     "InternS2PreviewForConditionalGeneration": Model("interns2_preview"),
     "KimiK25ForConditionalGeneration": Model("kimi_k25", "kimi"),
+    "KimiVLForConditionalGeneration": Model("kimi_vl", "kimi_images"),
+    "KimiK3ForConditionalGeneration": Model("vllm.models.kimi_k3", "kimi_images"),
 }
 """By architecture. The class here has the architecture's name."""
 

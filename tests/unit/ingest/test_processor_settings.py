@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from encoder_service.checkpoints.synthetic import small_files
 from encoder_service.errors import CheckpointError, UnsupportedCheckpoint
 from encoder_service.ingest.decode import DecodeLimits
 from encoder_service.ingest.moonvit import MoonViTPreprocessor
@@ -174,6 +175,37 @@ def test_qwen_settings_that_are_refused(tmp_path: Path, changes: dict[str, Any],
 def test_kimi_settings_that_are_refused(tmp_path: Path, values: dict[str, Any], text: str) -> None:
     with pytest.raises(UnsupportedCheckpoint, match=text):
         load_preprocessor(write(tmp_path, values), "kimi_k25", LIMITS)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "text"),
+    [
+        # The reference would cut sides that are no whole blocks.
+        ("kimi_vl", {"pad_input": False}, "pad_input = False, needs True"),
+        ("kimi_vl", {"pad_input": None}, "pad_input = None, needs True"),
+        ("kimi_vl", {"in_token_limit": 0}, "in_token_limit = 0"),
+        (
+            "kimi_k3",
+            {"image_mean": [0.5, 0.5, 0.4]},
+            r"image_mean = \[0.5, 0.5, 0.4\], needs \[0.5, 0.5, 0.5\]",
+        ),
+        ("kimi_k3", {"transparent_bg_fill_stage": "never"}, "needs one of before_resize, after_resize"),
+        (
+            "kimi_k3",
+            {"transparent_bg_config": {"pattern": "plaid"}},
+            "needs one of black, white, gray, chess",
+        ),
+        ("kimi_k3", {"transparent_bg_config": {"chessboard_gray_value": 256}}, "= 256, needs 0 to 255"),
+        ("kimi_k3", {"fixed_output_tokens": 64}, "fixed_output_tokens = 64, needs null"),
+    ],
+)
+def test_settings_of_kimi_vl_and_kimi_k3_that_are_refused(
+    tmp_path: Path, family: str, changes: dict[str, Any], text: str
+) -> None:
+    values = json.loads(small_files(family, "tiny")["preprocessor_config.json"])
+    values.get("media_proc_cfg", values).update(changes)
+    with pytest.raises(UnsupportedCheckpoint, match=text):
+        load_preprocessor(write(tmp_path, values), family, LIMITS)
 
 
 def test_fingerprints_cover_every_setting_and_nothing_else(tmp_path: Path) -> None:

@@ -21,12 +21,12 @@ def mixed_merge(num_frames: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def plain_merge(
-    x: torch.Tensor, index: torch.Tensor, weight: torch.Tensor, final: Norm, pre: Norm
+    x: torch.Tensor, index: torch.Tensor, weight: torch.Tensor, final: Norm, pre: Norm | None
 ) -> torch.Tensor:
     """MoonViTTower's steps with their roundings, up to the last norm; float32."""
     normed = norm_float32(x, *final).to(x.dtype)
     merged = (normed[index].float() * weight[..., None]).sum(1).to(x.dtype)
-    return norm_float32(merged, *pre)
+    return merged.float() if pre is None else norm_float32(merged, *pre)
 
 
 def on(device: torch.device, norm: Norm) -> Norm:
@@ -38,7 +38,9 @@ def on(device: torch.device, norm: Norm) -> Norm:
     ("width", "dtype"), [(64, torch.float32), (64, torch.float16), (1152, torch.bfloat16)]
 )
 @pytest.mark.parametrize(("num_frames", "has_delta"), [(1, True), (3, True), (2, False)])
+@pytest.mark.parametrize("is_k3", [False, True])
 def test_merge_equals_the_plain_steps(
+    is_k3: bool,
     num_frames: int,
     has_delta: bool,
     width: int,
@@ -46,11 +48,14 @@ def test_merge_equals_the_plain_steps(
     device: torch.device,
     generator: torch.Generator,
 ) -> None:
+    """is_k3: an RMSNorm, and no norm after the mean."""
     index, weight = mixed_merge(num_frames)
     num_patches = 4 * num_frames + 3
     x, delta = (randn(generator, num_patches, width).to(dtype) for _ in range(2))
     final = Norm(randn(generator, width).to(dtype), randn(generator, width).to(dtype), 1e-5)
-    pre = Norm(randn(generator, width).to(dtype), randn(generator, width).to(dtype), 1e-6)
+    pre: Norm | None = Norm(randn(generator, width).to(dtype), randn(generator, width).to(dtype), 1e-6)
+    if is_k3:
+        final, pre = final._replace(bias=None), None
     held, held_delta = padded_rows(x, device), padded_rows(delta, device)
     merged = merge_frames_norm(
         held,
@@ -58,7 +63,7 @@ def test_merge_equals_the_plain_steps(
         index.int().to(device),
         weight.to(device),
         on(device, final),
-        on(device, pre),
+        None if pre is None else on(device, pre),
     )
     assert torch.equal(held.cpu(), x)
     assert torch.equal(held_delta.cpu(), delta)

@@ -10,7 +10,12 @@ import torch
 from encoder_service.ingest.decode import DecodeLimits
 from encoder_service.ingest.moonvit import MoonViTPreprocessor
 from encoder_service.ingest.qwen_vl import QwenVLPreprocessor
-from encoder_service.ingest.settings import MoonViTSettings, Normalisation, QwenVLSettings
+from encoder_service.ingest.settings import (
+    MoonViTSettings,
+    Normalisation,
+    QwenVLSettings,
+    SteppedNormalisation,
+)
 from encoder_service.scheduler.buckets import Bucket
 from encoder_service.towers.fused_inputs import FusedInputBuilder
 from encoder_service.towers.kernels import patchify_items
@@ -94,6 +99,7 @@ def launch_items(
         merge_size=2,
         temporal_patch_size=temporal,
         merges_time=merges_time,
+        in_steps=given.in_steps,
     )
     return out.cpu(), torch.cat([*expected, padding])
 
@@ -122,12 +128,21 @@ def test_a_batch_in_one_launch(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "normalisation",
+    [
+        NORMALISATION,
+        SteppedNormalisation(NORMALISATION.image_mean, NORMALISATION.image_std, 1 / 255),
+        SteppedNormalisation(HALVES.image_mean, HALVES.image_std, 1 / 255),
+    ],
+    ids=["fused", "steps", "steps of halves"],
+)
 def test_every_pixel_value_in_every_channel(
-    dtype: torch.dtype, device: torch.device, generator: torch.Generator
+    normalisation: Normalisation, dtype: torch.dtype, device: torch.device, generator: torch.Generator
 ) -> None:
     """All 256 values, so that no rounding of a division hides."""
     frames = torch.arange(256, dtype=torch.uint8).view(1, 16, 16, 1).repeat(1, 2, 2, 3)
     found, expected = launch_items(
-        qwen(NORMALISATION), 16, [Item(1, 2, 2)], 0, dtype, device, generator, frames
+        qwen(normalisation), 16, [Item(1, 2, 2)], 0, dtype, device, generator, frames
     )
     assert torch.equal(found, expected)

@@ -118,7 +118,7 @@ WRONG_TENSORS: dict[str, tuple[Callable[[Tensors, str], object], type[Checkpoint
     "misshaped": (
         lambda tensors, name: tensors.update({name: tensors[name][:-1].clone()}),
         MismatchedTensors,
-        r"qkv\.weight has shape \[191, 64\], needs \[192, 64\]",
+        r"qkv\.weight has shape \[(191|287), 64\], needs \[(192|288), 64\]",
     ),
     "quantised": (
         lambda tensors, name: tensors.update({name: tensors[name].to(torch.int8)}),
@@ -150,7 +150,7 @@ def test_p38_values_that_are_not_finite_never_serve(tmp_path: Path, family: str,
     def poison(tensors: Tensors) -> None:
         tensors[QKV[family]][3, 5] = value
 
-    with pytest.raises(UninitialisedTensors, match=r"blocks\.1\.qkv\.weight has 1 of 12288 values"):
+    with pytest.raises(UninitialisedTensors, match=r"blocks\.1\.qkv\.weight has 1 of (12288|18432) values"):
         load(write(tmp_path, family, poison))
 
 

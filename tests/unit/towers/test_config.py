@@ -47,10 +47,13 @@ def test_both_spellings_of_kimis_sizes_mean_the_same(size: str) -> None:
     assert parse_config(kimi_in_reference_spelling(size)) == parse_config(config_for("kimi_k25", size))
 
 
-# Qwen2-VL, Qwen2.5-Omni, Qwen3.8-2.4T-A95B (text), Intern-S1, InternVL.
+# Qwen2.5-VL, Qwen2-VL, Qwen2.5-Omni, Qwen3.8-2.4T-A95B (text), Intern-S1, Kimi-Linear, InternVL.
 @pytest.mark.parametrize(
     "model_type",
-    ["qwen2_vl", "qwen2_5_omni", "qwen3_5_moe_text", "interns1", "internvl_chat"],
+    [
+        *("qwen2_5_vl", "qwen2_vl", "qwen2_5_omni", "qwen3_5_moe_text"),
+        *("interns1", "kimi_linear", "internvl_chat"),
+    ],
 )
 def test_a_near_model_is_refused_with_those_that_are_served(model_type: str) -> None:
     with pytest.raises(UnsupportedCheckpoint) as refusal:
@@ -92,6 +95,15 @@ def test_qwen3_omnis_sizes_are_those_of_its_thinker() -> None:
     assert stated_dtype(config) == "bfloat16"
 
 
+def test_kimi_vl_leaves_its_position_table_to_a_default() -> None:
+    """The published config.json states no side of it."""
+    values = changed("kimi_vl", ".init_pos_emb_height", None)
+    del values["vision_config"]["init_pos_emb_width"]
+    _, config = parse_config(values)
+    assert isinstance(config, MoonViTConfig)
+    assert (config.position_height, config.position_width) == (64, 64)
+
+
 def test_rope_theta_and_projector_eps_come_from_the_file() -> None:
     _, config = parse_config(
         changed("qwen3_vl", ".rope_parameters", {"rope_theta": 500.0, "rope_type": "axial"})
@@ -129,6 +141,23 @@ def test_rope_theta_and_projector_eps_come_from_the_file() -> None:
         ("kimi_k25", ".mm_hidden_size", 32, "input width is 32, needs the tower's 64"),
         ("kimi_k25", ".text_hidden_size", 32, "are 32 wide, text_config.hidden_size is 64"),
         ("kimi_k25", ".projector_ln_eps", 0, "projector_ln_eps or projection_layer_norm_eps = 0"),
+        ("kimi_k25", ".mm_projector_type", "patchmergerv2", "mm_projector_type = 'patchmergerv2'"),
+        ("kimi_vl", ".model_type", "siglip", "model_type = 'siglip', needs 'moonvit'"),
+        ("kimi_vl", ".num_attention_heads", 5, "5 heads over 64 elements"),
+        ("kimi_vl", "text_config", None, "config.json lacks text_config"),
+        ("kimi_k3", ".norm_type", "layernorm", "norm_type = 'layernorm', needs 'rmsnorm'"),
+        ("kimi_k3", ".attn_bias", True, "attn_bias = True, needs False"),
+        ("kimi_k3", ".linear_bias", True, "linear_bias = True, needs False"),
+        (
+            "kimi_k3",
+            ".pos_emb_interpolation_mode",
+            "bicubic",
+            "'bicubic', needs 'bilinear'",
+        ),
+        ("kimi_k3", ".mm_projector_type", "patchmerger", "needs 'patchmergerv2'"),
+        ("kimi_k3", ".qkv_hidden_size", None, "lacks qkv_hidden_size"),
+        ("kimi_k3", ".qkv_hidden_size", 90, "4 heads over 90 elements"),
+        ("kimi_k3", ".text_hidden_size", 32, "are 32 wide, text_config.hidden_size is 64"),
     ],
 )
 def test_what_no_tower_implements_is_refused_by_name(

@@ -43,8 +43,12 @@ MAX_PREFETCHES = 256
 
 VLLMS_OWN = {"do_normalize", "do_rescale"}
 """Options that vLLM sets for towers that normalise by themselves."""
-WITHOUT_CLIPS = {"KimiK25ForConditionalGeneration", "Qwen3OmniMoeForConditionalGeneration"}
-"""vLLM looks for ``split_video_chunks`` in their processors, which none of them has."""
+WITHOUT_CLIPS = {
+    *(f"Kimi{name}ForConditionalGeneration" for name in ("K25", "VL", "K3")),
+    "Qwen3OmniMoeForConditionalGeneration",
+}
+"""vLLM looks for ``split_video_chunks`` in the processors of Kimi-K2.5 and Qwen3-Omni, which none of them has;
+the others take no clips."""
 
 
 WATCH_S = 5.0
