@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +17,7 @@ TOWER_PREFIXES = (
     *("model.visual.", "thinker.visual."),
     *("vision_tower.", "mm_projector.", "multi_modal_projector."),
 )
+KIMI_VL_CODE = Path(__file__).parent / "remote" / "kimi_vl_code.py"
 INDEX = "model.safetensors.index.json"
 MIXTURES = ("qwen3_vl_moe", "qwen3_5_moe")
 """Families whose MLPs have experts, of the dense families without the ending."""
@@ -169,9 +171,19 @@ def _with_configuration(text: str) -> Callable[[Path], None]:
     return write
 
 
+def _add_code(folder: Path) -> None:
+    """The published checkpoint has its processor as code, by which vLLM prepares images for its own tower."""
+    shutil.copy(KIMI_VL_CODE, folder)
+    path = folder / "preprocessor_config.json"
+    classes = {"AutoImageProcessor": "KimiVLImageProcessor", "AutoProcessor": "KimiVLProcessor"}
+    code = {"auto_map": {name: f"{KIMI_VL_CODE.stem}.{found}" for name, found in classes.items()}}
+    path.write_text(json.dumps(json.loads(path.read_text()) | code | {"processor_class": "KimiVLProcessor"}))
+
+
 FOR_ENGINES: dict[str, tuple[Callable[[Path], None], ...]] = {
     "kimi_k25": (_respell, _settle_experts),
     "interns1_pro": (_with_configuration("Qwen3MoeConfig"),),
     "intern_s2_preview": (_with_configuration("Qwen3_5MoeTextConfig"),),
+    "kimi_vl": (_add_code, _settle_experts),
 }
 """What engines need changed in the whole checkpoint of a family."""

@@ -38,17 +38,21 @@ else:
 
 FAMILIES = ("qwen3_vl", "qwen3_5", "kimi_k25")
 # Whose requests are as those of one of the families above: images, their tokens, and what is refused.
-FURTHER = ("interns1_pro", "intern_s2_preview", "qwen3_omni_moe")
+FURTHER = ("interns1_pro", "intern_s2_preview", "qwen3_omni_moe", "kimi_vl")
 DTYPES = {
-    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "interns1_pro", "qwen3_omni_moe"), "float32"),
+    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "interns1_pro", "qwen3_omni_moe", "kimi_vl"), "float32"),
     **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "intern_s2_preview", "kimi_k25"), "bfloat16"),
 }
 # Of the engine: published configurations with code of their own; a checkpoint without an audio tower.
 ENGINE_OPTIONS: dict[str, dict[str, Any]] = {
+    # vLLM's own tower of Kimi-VL needs the processor in the checkpoint.
+    "kimi_vl": {"trust_remote_code": True},
     "interns1_pro": {"trust_remote_code": True},
     "intern_s2_preview": {"trust_remote_code": True},
     "qwen3_omni_moe": {"limit_mm_per_prompt": {"audio": 0}},
 }
+WITHOUT_CLIPS = ("kimi_k25", "kimi_vl", "qwen3_omni_moe")
+"""Families of which vLLM takes no clips."""
 NUM_SETS = 4
 # Processor options of a request, by number of its case.
 OPTIONS: list[tuple[int, dict[str, Any]]] = [
@@ -216,7 +220,7 @@ def tower_settings(
     encoder: Encoder,
 ) -> dict[str, Any]:
     """Of offline.py."""
-    has_clips = family not in ("kimi_k25", "qwen3_omni_moe")
+    has_clips = family not in WITHOUT_CLIPS
     return {
         "model": str(checkpoint),
         "dtype": DTYPES[family],
@@ -227,6 +231,8 @@ def tower_settings(
         if has_clips
         else [],
         "sampling": SAMPLING,
+        # On a CPU vLLM's language model of Kimi-VL answers several prompts of one step wrongly, texts too.
+        "one_by_one": family == "kimi_vl",
         "calls": CALL if family == "qwen3_vl" else None,
         # Of Qwen3-VL also in other forms than files: test_every_form_of_media_that_vllm_takes.
         "encoder": encoder.target if family == "qwen3_vl" else None,

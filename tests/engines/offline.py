@@ -78,8 +78,9 @@ def answers_of(settings: dict[str, Any], target: str | None) -> dict[str, Any]:
     sampling = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, logprobs=NUM_LOGPROBS, ignore_eos=True)
 
     def ask(conversations: list[Any], **options: Any) -> list[dict[str, Any]]:
-        found = language_model.chat(conversations, sampling, use_tqdm=False, **options)
-        return [answer(output) for output in found]
+        calls = [[one] for one in conversations] if settings["one_by_one"] else [conversations]
+        found = [language_model.chat(call, sampling, use_tqdm=False, **options) for call in calls]
+        return [answer(output) for outputs in found for output in outputs]
 
     def best_of(sets: list[Any]) -> tuple[int, list[int], list[Any]]:
         by_set = [ask(conversations) for conversations in sets]

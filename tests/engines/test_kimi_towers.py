@@ -98,7 +98,7 @@ class KimiK3Vision(KimiVision):
 
 
 # The head size of 128 and heads wider than the tower are Kimi-K3's; heads of 72 Kimi-VL's.
-CASES = {
+CASES: dict[str, tuple[Any, dict[str, Any], list[Grid]]] = {
     "kimi_vl": (
         KimiVLVision,
         {"hidden_size": 144, "num_attention_heads": 2, "intermediate_size": 538},
@@ -128,5 +128,6 @@ def test_rows_equal_vllms(family: str, tmp_path: Path) -> None:
     pixels = random_pixels(tower, grids, fresh_seed())
     # vLLM compiles the interpolation of the position table, which takes long and may fail on a CPU.
     with torch.inference_mode(), torch.compiler.set_stance("force_eager"):
-        expected = theirs(config, tensors).rows(pixels.view(-1, 3, 14, 14), grids)
+        model: KimiVLVision | KimiK3Vision = theirs(config, tensors)
+        expected = model.rows(pixels.view(-1, 3, 14, 14), grids)
     assert_close(f"{family} against vLLM", run_tower(tower, pixels, grids), expected, VLLM_RELATIVE)

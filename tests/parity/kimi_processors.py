@@ -79,10 +79,9 @@ def over_background(image: Image.Image, background: dict[str, Any] | None) -> Im
         for x in range(rgba.shape[1]):
             is_other = (y // size + x // size) % 2 == 1
             is_gray = is_other == background.get("chessboard_square_on_top_left", True)
-            gray, white = (background.get(f"chessboard_{name}_value") for name in ("gray", "white"))
-            levels[y, x] = {"chessboard": gray if is_gray else white, "gray": 128, "white": 255}.get(
-                background["pattern"], 0
-            )
+            square: Any = background.get(f"chessboard_{'gray' if is_gray else 'white'}_value")
+            plain = {"gray": 128, "white": 255}.get(background["pattern"], 0)
+            levels[y, x] = square if background["pattern"] == "chessboard" else plain
     alpha = rgba[..., 3:].astype(np.float32) / 255.0
     mixed = alpha * rgba[..., :3] + (1 - alpha) * levels
     return Image.fromarray(mixed.astype(np.uint8))

@@ -142,8 +142,17 @@ class FileProcessor(BaseMultimodalProcessor):  # type: ignore[misc]
                 continue
             image = next(remaining)
             before, after = k3_media_texts(image.width, image.height)
-            framed += [*self._tokenizer.encode(before), token_id, *self._tokenizer.encode(after)]
+            framed += [*self._special_ids(before), token_id, *self._special_ids(after)]
         return framed
+
+    def _special_ids(self, text: str) -> list[int]:
+        """Of a text with special tokens. The published tokenizer takes them for text unless they are allowed;
+        others know no such argument."""
+        try:
+            ids: list[int] = self._tokenizer.encode(text, allowed_special="all")
+        except TypeError:
+            ids = self._tokenizer.encode(text, add_special_tokens=False)
+        return ids
 
     def _output(
         self, prompt: ImagePrompt, rows: list[EncodedRows], num_samples: int

@@ -1,5 +1,5 @@
-"""vLLM's parser and processors of Kimi-VL and Kimi-K3 for undecoded files, as ``parser`` and ``processor`` for
-Qwen. Both models take images only, under vLLM's plain name for them.
+"""vLLM's parser and processors of Kimi-VL and Kimi-K3 for undecoded files, as ``parser`` and ``processor``
+for Qwen. Both models take images only, under vLLM's plain name for them.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class KimiImageProcessor(BaseMultiModalProcessor):  # type: ignore[misc]
         """The tokens that stand for an image in a prompt."""
         return [self.info.image_token_id]
 
-    def replacement(self, image: ImageFile, num_rows: int) -> Any:  # noqa: ARG002
+    def replacement(self, image: ImageFile, num_rows: int) -> Any:
         """The tokens in their place."""
         return [self.info.image_token_id] * num_rows
 
