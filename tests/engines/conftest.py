@@ -45,12 +45,12 @@ DTYPES = {
 }
 # Of the engine: published configurations with code of their own; a checkpoint without an audio tower.
 ENGINE_OPTIONS: dict[str, dict[str, Any]] = {
-    # vLLM's own tower of Kimi-VL needs the processor in the checkpoint.
-    "kimi_vl": {"trust_remote_code": True},
     "interns1_pro": {"trust_remote_code": True},
     "intern_s2_preview": {"trust_remote_code": True},
     "qwen3_omni_moe": {"limit_mm_per_prompt": {"audio": 0}},
 }
+# vLLM's own tower of Kimi-VL needs the processor in the checkpoint.
+WITH_TOWER_OPTIONS = ENGINE_OPTIONS | {"kimi_vl": {"trust_remote_code": True}}
 WITHOUT_CLIPS = ("kimi_k25", "kimi_vl", "qwen3_omni_moe")
 """Families of which vLLM takes no clips."""
 NUM_SETS = 4
@@ -224,7 +224,7 @@ def tower_settings(
     return {
         "model": str(checkpoint),
         "dtype": DTYPES[family],
-        "engine": ENGINE_OPTIONS.get(family, {}),
+        "engine": WITH_TOWER_OPTIONS.get(family, {}),
         "sets": [[with_pixels(case, images) for case in CASES] for images in image_sets],
         "options": OPTIONS if has_clips else [],
         "clips": [[with_pixels(case, image_sets[0], clips) for case in CLIP_CASES] for clips in clip_sets]

@@ -97,6 +97,10 @@ CALLED: Mapping[str, tuple[str, ...]] = {
         *("KimiK25ForConditionalGeneration", "KimiK25ProcessingInfo.get_hf_config()"),
         *("MaxImageTokenMeta.height", "MaxImageTokenMeta.width"),
     ),
+    f"{MODELS}.kimi_vl": (
+        *("KimiVLForConditionalGeneration", "KimiVLMultiModalProcessor"),
+        *("KimiVLProcessingInfo.get_hf_config()", "KimiVLProcessingInfo.image_token_id"),
+    ),
     f"{MODELS}.qwen3_5": (
         *("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"),
         *("Qwen3_5ProcessingInfo", "Qwen3_5MoeProcessingInfo"),
@@ -141,11 +145,18 @@ CALLED: Mapping[str, tuple[str, ...]] = {
         *("ProcessorBatchItems.get_all()", "VideoProcessorItems(data)"),
     ),
     "vllm.multimodal.processing": (
-        "InputProcessingContext.get_mm_config()",
+        *("InputProcessingContext.get_mm_config()", "InputProcessingContext.model_config"),
         "PromptReplacement(modality, target, replacement)",
+        "PromptUpdateDetails.select_token_id(seq, embed_token_id)",
+        "cached_encode(tokenizer, text, add_special_tokens)",
     ),
     "vllm.multimodal.video": ("Qwen3VLVideoBackend._MAX_FPS", "Qwen3VLVideoBackend._MAX_FRAMES"),
+    "vllm.models.kimi_k3": ("KimiK3ForConditionalGeneration",),
+    "vllm.models.kimi_k3.common.mm_preprocess": (
+        *("KimiK3MultiModalProcessor", "KimiK3ProcessingInfo.get_hf_config()"),
+    ),
     "vllm.platforms": ("current_platform.current_device()", "current_platform.is_cuda()"),
+    "vllm.transformers_utils.repo_utils": ("get_hf_file_to_dict(file_name, model, revision)",),
     "vllm.v1.core.encoder_cache_manager": ("EncoderCacheManager(cache_size)",),
     "vllm.v1.core.sched.output": (
         *("SchedulerOutput.free_encoder_mm_hashes", "SchedulerOutput.num_scheduled_tokens"),
@@ -195,6 +206,12 @@ OVERRIDDEN: Mapping[str, tuple[str, ...]] = {
         "KimiK25MultiModalProcessor._get_prompt_updates(mm_items, hf_processor_mm_kwargs, out_mm_kwargs)",
         "KimiK25ProcessingInfo.get_data_parser()",
     ),
+    f"{MODELS}.kimi_vl": (
+        "KimiVLDummyInputsBuilder._get_dummy_images(width, height, num_images, overrides)",
+        "KimiVLDummyInputsBuilder.get_dummy_text(mm_counts)",
+        "KimiVLForConditionalGeneration.embed_multimodal(kwargs)",
+        "KimiVLProcessingInfo.get_data_parser()",
+    ),
     f"{MODELS}.qwen3_5": ("Qwen3_5ForConditionalGeneration.embed_multimodal(kwargs)",),
     f"{MODELS}.qwen3_omni_moe_thinker": (
         "Qwen3OmniMoeThinkerForConditionalGeneration.embed_multimodal(kwargs)",
@@ -218,8 +235,20 @@ OVERRIDDEN: Mapping[str, tuple[str, ...]] = {
         "MediaIO.load_file(filepath)",
     ),
     "vllm.multimodal.parse": (
+        "MultiModalDataParser._parse_image_data(data)",
         "MultiModalDataParser._parse_vision_chunk_data(data)",
         "ProcessorBatchItems.get_item_for_hash(index)",
+    ),
+    "vllm.models.kimi_k3": ("KimiK3ForConditionalGeneration.embed_multimodal(kwargs)",),
+    "vllm.models.kimi_k3.common.mm_preprocess": (
+        "KimiK3DummyInputsBuilder._get_dummy_images(width, height, num_images, overrides)",
+        "KimiK3DummyInputsBuilder.get_dummy_text(mm_counts)",
+        "KimiK3ProcessingInfo.get_data_parser()",
+    ),
+    "vllm.multimodal.processing.processor": (
+        "BaseMultiModalProcessor._apply_hf_processor_main(mm_items, hf_kwargs)",
+        "BaseMultiModalProcessor._get_mm_fields_config(hf_inputs, hf_processor_mm_kwargs)",
+        "BaseMultiModalProcessor._get_prompt_updates(mm_items, hf_processor_mm_kwargs, out_mm_kwargs)",
     ),
     "vllm.v1.core.encoder_cache_manager": ("EncoderCacheManager.create_manager(cache_size, vllm_config)",),
 }
