@@ -11,6 +11,7 @@ import io
 import json
 import random
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -26,10 +27,11 @@ import pytest
 import torch
 from PIL import Image
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoProcessor
 
 import encoder_service
-from bench.harness.engine_checkpoints import TOWER_PREFIXES, write_checkpoint
+from bench.harness.engine_checkpoints import INDEX, TOWER_PREFIXES, write_checkpoint
 from bench.harness.processes import environment
 from bench.harness.sglang import (
     FORKED,
@@ -44,7 +46,7 @@ from encoder_service.ingest.decode import DecodeLimits
 from encoder_service.ingest.registry import load_preprocessor
 from encoder_service.types import PreprocessOptions
 from lm_adapter import DigestItem, ItemFailed, VisionEncoderClient
-from lm_adapter.engines.sglang.prompt import ImagePrompt
+from lm_adapter.engines.sglang.prompt import ImagePrompt, with_image_sizes
 from lm_adapter.engines.shared.checkpoint import read_config, vision_interface
 from lm_adapter.engines.shared.images import ImageFile
 from lm_adapter.items import Grid
@@ -243,20 +245,46 @@ def test_grids_are_the_processors_own(checkpoint: Path) -> None:
         assert [list(rule(ImageFile(b"", *size)))] == inputs["image_grid_thw"].tolist()
 
 
-def test_kimis_grids_are_the_services() -> None:
-    """SGLang's rule and ours, with the published settings."""
+@pytest.mark.parametrize("family", ["kimi_k25", "kimi_vl", "kimi_k3"])
+def test_kimis_grids_are_the_services(family: str) -> None:
+    """SGLang's rule and ours, with the published settings. Of Kimi-VL SGLang has no rule but the checkpoint's
+    code."""
     from lm_adapter.engines.sglang.processors import grid_rule
 
-    settings = json.loads((PUBLISHED_KIMI / "preprocessor_config.json").read_text())
-    processor = SimpleNamespace(media_processor=SimpleNamespace(media_proc_cfg=settings["media_proc_cfg"]))
-    rule = grid_rule(vision_interface(read_config(PUBLISHED_KIMI)), None, processor)
-    service = load_preprocessor(PUBLISHED_KIMI, "kimi_k25", DecodeLimits(1 << 30, 1 << 30))
+    published = PUBLISHED_KIMI.with_name(family)
+    settings = json.loads((published / "preprocessor_config.json").read_text())
+    processor = SimpleNamespace(media_processor=None, image_processor=SimpleNamespace(**settings))
+    rule = grid_rule(vision_interface(read_config(published)), None, processor)
+    service = load_preprocessor(published, family, DecodeLimits(1 << 30, 1 << 30))
     draw = random.Random(0)
-    for most in [60, 600, 12000] * 20:
+    # No side has more patches than Kimi-VL takes.
+    for most in [60, 600, 7000 if family == "kimi_vl" else 12000] * 20:
         width, height = draw.randint(1, most), draw.randint(1, most)
         assert (
             rule(ImageFile(b"", width, height)) == service.plan_image(height, width, PreprocessOptions()).grid
         )
+
+
+def test_kimi_k3s_prompts_are_sglangs_own(tmp_path: Path) -> None:
+    """The size of each image is in the prompt, between special tokens."""
+    from sglang.srt.multimodal.processors.kimi_k3 import _expand_k3_image_prompt_token_ids
+    from transformers import AutoTokenizer
+
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", "kimi_k3")
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    interface = vision_interface(read_config(checkpoint))
+    images = [ImageFile(b"", 300, 41), ImageFile(b"", 28, 1000)]
+    grids = [Grid(1, 4, 22), Grid(1, 72, 2)]
+    pad = interface.image_placeholder_id
+    ids = [5, pad, 6, 7, pad]
+    framed = with_image_sizes(ids, images, pad, tokenizer)
+    found = ImagePrompt.of(framed, grids, interface)
+    counts, sizes = [22, 36], [(image.width, image.height) for image in images]
+    expected = _expand_k3_image_prompt_token_ids(ids, pad, counts, sizes, tokenizer)
+    assert found.ids == expected[0].tolist()
+    assert found.positions is None
+    with pytest.raises(ValueError, match="has 1 placeholders of images, 2 were sent"):
+        with_image_sizes([pad], images, pad, tokenizer)
 
 
 RESOLVE = """
@@ -425,3 +453,52 @@ def test_kimis_tokens_are_those_of_transformers(tmp_path: Path, images: list[byt
         ):
             prompt_text = question + text + answer
             assert server.tokens(prompt_text, sent) == reference.tokens(prompt_text, sent)
+
+
+@pytest.mark.extended
+def test_kimi_vls_tokens_are_those_of_transformers(tmp_path: Path, images: list[bytes]) -> None:
+    """transformers has no Kimi-VL; of images its Kimi-K2.5 is the same, with the tensors under other names.
+    SGLang's own tower has another activation in its projector than the published code."""
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", "kimi_vl")
+    reference = Reference(as_kimi_k25(checkpoint, tmp_path / "twin"))
+    image = "<|media_start|>image<|media_content|><|media_pad|><|media_end|>"
+    question, answer = "<|im_user|>user<|im_middle|>", "<|im_end|><|im_assistant|>assistant<|im_middle|>"
+    arguments = [*LANGUAGE_MODEL, "--trust-remote-code"]
+    with (
+        running_encoder(checkpoint, tmp_path) as encoder,
+        Sglang(checkpoint, tmp_path, arguments, plugin_variables(encoder.target)) as server,
+    ):
+        assert "is built without a vision tower" in server.log
+        for text, sent in (
+            ("What is a wave?", []),
+            (f"{image}What is it?", images[:1]),
+            (f"First {image} then {image}", images[1:]),
+        ):
+            prompt_text = question + text + answer
+            assert server.tokens(prompt_text, sent) == reference.tokens(prompt_text, sent)
+
+
+def as_kimi_k25(checkpoint: Path, twin: Path) -> Path:
+    """A checkpoint of Kimi-VL as one of Kimi-K2.5."""
+    write_checkpoint(twin, "kimi_k25")
+    config, of_twin = (json.loads((path / "config.json").read_text()) for path in (checkpoint, twin))
+    # On the CPU SGLang has rotary positions of these layers only with a scaling.
+    config["text_config"]["rope_scaling"] = of_twin["text_config"]["rope_scaling"]
+    of_twin["text_config"] |= config["text_config"]
+    (checkpoint / "config.json").write_text(json.dumps(config))
+    (twin / "config.json").write_text(json.dumps(of_twin))
+    shutil.copy(checkpoint / "tokenizer.json", twin)
+    names = {"multi_modal_projector.linear_1": "mm_projector.proj.0"}
+    names |= {
+        "multi_modal_projector.linear_2": "mm_projector.proj.2",
+        "multi_modal_projector": "mm_projector",
+    }
+    tensors = {}
+    for path in checkpoint.glob("*.safetensors"):
+        for name, value in load_file(path).items():
+            start = next((start for start in names if name.startswith(start)), "")
+            tensors[names.get(start, "") + name.removeprefix(start)] = value
+    for path in (*twin.glob("*.safetensors"), twin / INDEX):
+        path.unlink()
+    save_file(tensors, twin / "model.safetensors", metadata={"format": "pt"})
+    return twin

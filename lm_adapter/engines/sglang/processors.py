@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import sglang
@@ -26,7 +26,7 @@ from sglang.srt.utils.common import CLIENT_MEDIA_EXCEPTIONS, ImageData
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
 from lm_adapter.engines.sglang.families import KIMI_GRIDS, SERVED, served_classes
-from lm_adapter.engines.sglang.prompt import ImagePrompt, with_placeholders
+from lm_adapter.engines.sglang.prompt import ImagePrompt, with_image_sizes, with_placeholders
 from lm_adapter.engines.sglang.rows import RowReader
 from lm_adapter.engines.sglang.settings import LOADERS, Settings, check_loaded, read_settings
 from lm_adapter.engines.shared.checkpoint import VisionInterface, vision_interface
@@ -34,7 +34,7 @@ from lm_adapter.engines.shared.error_text import message_of, status_of
 from lm_adapter.engines.shared.first_contact import start_of
 from lm_adapter.engines.shared.geometry import Geometry
 from lm_adapter.engines.shared.images import ImageFile
-from lm_adapter.engines.shared.kimi import k3_media_texts, kimi_vl_grid
+from lm_adapter.engines.shared.kimi import kimi_vl_grid
 from lm_adapter.errors import EncoderError, InvalidRequest
 from lm_adapter.items import Grid
 from lm_adapter.types import EncodedRows
@@ -105,7 +105,7 @@ class FileProcessor(BaseMultimodalProcessor):  # type: ignore[misc]
         grids = [self._grid_of(image) for image in images]
         ids = self._prompt_ids(input_text)
         if self._interface.model_type == "kimi_k3":
-            ids = self._with_sizes(ids, images)
+            ids = with_image_sizes(ids, images, self._interface.image_placeholder_id, self._tokenizer)
         prompt = ImagePrompt.of(ids, grids, self._interface)
         if max_req_input_len is not None and len(prompt.ids) >= max_req_input_len:
             raise ValueError(
@@ -127,31 +127,6 @@ class FileProcessor(BaseMultimodalProcessor):  # type: ignore[misc]
         if self._interface.model_type not in KIMI_GRIDS:
             image_text = f"<|vision_start|>{image_text}<|vision_end|>"
         ids: list[int] = self._tokenizer.encode(with_placeholders(input_text, self._placeholder, image_text))
-        return ids
-
-    def _with_sizes(self, ids: list[int], images: Sequence[ImageFile]) -> list[int]:
-        """The ids with the texts around each image of Kimi-K3, which have its size. Raises ValueError unless
-        there is one placeholder for each image."""
-        placeholder_id = self._interface.image_placeholder_id
-        if (found := ids.count(placeholder_id)) != len(images):
-            raise ValueError(f"the prompt has {found} placeholders of images, {len(images)} were sent")
-        framed, remaining = [], iter(images)
-        for token_id in ids:
-            if token_id != placeholder_id:
-                framed.append(token_id)
-                continue
-            image = next(remaining)
-            before, after = k3_media_texts(image.width, image.height)
-            framed += [*self._special_ids(before), token_id, *self._special_ids(after)]
-        return framed
-
-    def _special_ids(self, text: str) -> list[int]:
-        """Of a text with special tokens. The published tokenizer takes them for text unless they are allowed;
-        others know no such argument."""
-        try:
-            ids: list[int] = self._tokenizer.encode(text, allowed_special="all")
-        except TypeError:
-            ids = self._tokenizer.encode(text, add_special_tokens=False)
         return ids
 
     def _output(
