@@ -24,6 +24,7 @@ from encoder_service.towers import load_tower
 from encoder_service.types import EncodedFile, FrameItem, Grid, PreprocessOptions
 from lm_adapter.engines.shared.checkpoint import read_config, vision_interface
 from lm_adapter.items import Modality
+from tests.parity import kimi_processors
 from tests.parity.tower_cases import (
     FLOAT32_RELATIVE,
     assert_close,
@@ -35,7 +36,7 @@ from tests.parity.tower_cases import (
 from tests.published import MODELS, PUBLISHED
 from tests.unit.ingest import clip_files, image_files
 
-DEPTH = {"kimi_k25": "vt_num_hidden_layers"}
+DEPTH = {"kimi_k25": "vt_num_hidden_layers", "kimi_vl": "num_hidden_layers", "kimi_k3": "vt_num_hidden_layers"}
 NUM_BLOCKS = 2
 # Where the published files name code of their own, which has the rules of these.
 PROCESSORS = {"interns1_pro": ("Qwen2VLImageProcessor", "Qwen3VLVideoProcessor")}
@@ -56,10 +57,10 @@ class Pixels(NamedTuple):
 
 
 class Processors(NamedTuple):
-    """The reference's."""
+    """The reference's. clips: None for models of images only."""
 
     images: Any
-    clips: Any
+    clips: Any | None
 
 
 def reference_processors(model: str) -> Processors:
@@ -68,6 +69,9 @@ def reference_processors(model: str) -> Processors:
     transformers.logging.set_verbosity_error()
     folder = PUBLISHED / model
     settings = json.loads((folder / "preprocessor_config.json").read_text())
+    family = read_config(folder)["model_type"]
+    if family in ("kimi_vl", "kimi_k3"):
+        return Processors(partial(checkpoints_processor, getattr(kimi_processors, family), settings), None)
     if "media_proc_cfg" not in settings:
         model_type = read_config(folder)["model_type"]
         names = PROCESSORS.get(model_type, ("AutoImageProcessor", "AutoVideoProcessor"))
@@ -103,6 +107,15 @@ def reference_processors(model: str) -> Processors:
     )
 
 
+def checkpoints_processor(
+    process: Any, settings: dict[str, Any], images: list[Image.Image], return_tensors: str
+) -> dict[str, torch.Tensor]:
+    """A processor that is code of the checkpoint, as one of the reference."""
+    assert return_tensors == "pt"
+    ((values, grid),) = (process(image, settings) for image in images)
+    return {"pixel_values": values, "image_grid_thw": torch.tensor([grid])}
+
+
 @cache
 def photograph(height: int, width: int) -> bytes:
     return image_files.encode(Image.fromarray(image_files.pixels(height, width)), "JPEG", quality=90)
@@ -130,6 +143,7 @@ def clip_pixels(preprocessor: Preprocessor, data: bytes) -> Pixels:
 def expected_clip(processors: Processors, path: Path) -> Pixels:
     from transformers.video_utils import load_video
 
+    assert processors.clips is not None
     sample = partial(processors.clips.sample_frames, fps=processors.clips.fps)
     frames, metadata = load_video(str(path), backend="pyav", sample_indices_fn=sample)
     batch = processors.clips(
@@ -168,8 +182,9 @@ def test_pixels_of_files_equal_the_references(model: str, tmp_path: Path) -> Non
     for size in (STRIP, LARGE):
         data = photograph(*size)
         assert_same(image_pixels(preprocessor, data), expected_image(processors, data))
-    clip = film(tmp_path)
-    assert_same(clip_pixels(preprocessor, clip.read_bytes()), expected_clip(processors, clip))
+    if processors.clips is not None:
+        clip = film(tmp_path)
+        assert_same(clip_pixels(preprocessor, clip.read_bytes()), expected_clip(processors, clip))
     # The rows of a release are compared once for all with its tower.
     if model in SAME_TOWER:
         assert config["vision_config"] == read_config(PUBLISHED / SAME_TOWER[model])["vision_config"]
@@ -185,9 +200,11 @@ def test_rows_of_files_equal_the_references(model: str, tmp_path: Path, device: 
     checkpoint = write_published(tmp_path / model, config, vision_weights(config, fresh_seed()))
     tower = load_tower(checkpoint, device=device, dtype=torch.float32).tower
     reference = ReferenceTower(checkpoint, device=device, dtype=torch.float32)
-    image = image_pixels(preprocessor, photograph(*STRIP))
-    clip = clip_pixels(preprocessor, film(tmp_path).read_bytes())
-    pixels, grids = torch.cat([image.values, clip.values]), image.grids + clip.grids
+    sent = {Modality.IMAGE: image_pixels(preprocessor, photograph(*STRIP))}
+    if preprocessor.clips is not None:
+        sent[Modality.VIDEO] = clip_pixels(preprocessor, film(tmp_path).read_bytes())
+    pixels = torch.cat([item.values for item in sent.values()])
+    grids = [grid for item in sent.values() for grid in item.grids]
     with torch.inference_mode():
         expected = reference.rows(pixels, grids).cpu()
     assert_close(model, run_tower(tower, pixels, grids), expected, FLOAT32_RELATIVE)
@@ -195,5 +212,5 @@ def test_rows_of_files_equal_the_references(model: str, tmp_path: Path, device: 
     # The side of the language model takes the file for the same family.
     interface = vision_interface(config)
     assert (interface.family, interface.num_deepstack_levels) == (tower.family, tower.num_deepstack_levels)
-    for grid, modality in ((image.grids[0], Modality.IMAGE), (clip.grids[0], Modality.VIDEO)):
-        assert interface.prompt_item(grid, modality).num_rows == tower.num_rows(grid)
+    for modality, item in sent.items():
+        assert interface.prompt_item(item.grids[0], modality).num_rows == tower.num_rows(item.grids[0])
