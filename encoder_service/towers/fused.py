@@ -40,7 +40,7 @@ from encoder_service.towers.gemm import (
     pair_rows,
     turns_of,
 )
-from encoder_service.towers.layers import Block, Merger, Norm, PlainTower, norm_of
+from encoder_service.towers.layers import Block, Gated, Merger, Norm, PlainTower, norm_of
 from encoder_service.towers.rope import inverse_frequencies
 from encoder_service.towers.selection import Choices
 from encoder_service.towers.tower import Tower
@@ -64,6 +64,7 @@ class FusedBlock:
     norm2: Norm
     fc1: Weights
     fc2: Weights
+    gated: Gated | None
 
     @classmethod
     def of(cls, block: Block, num_paired_heads: int | None) -> FusedBlock:
@@ -72,7 +73,7 @@ class FusedBlock:
         if num_paired_heads is not None:
             paired = pair_rows(qkv.weight, num_paired_heads), pair_rows(qkv.bias, num_paired_heads)
             qkv = replace(qkv, paired=paired)
-        return cls(norm_of(block.norm1), qkv, proj, norm_of(block.norm2), fc1, fc2)
+        return cls(norm_of(block.norm1), qkv, proj, norm_of(block.norm2), fc1, fc2, block.gated)
 
 
 def weights_of(layer: nn.Linear) -> Weights:
@@ -182,7 +183,7 @@ class FusedTower(Tower):
                 x_PE, self._attended(h_PE, block, gemms["rotate"], rotary, attention, bounds), block.proj
             )
             h_PE = self._kernels.add_norm(x_PE, delta_PE, *block.norm2)
-            delta_PE = gemms["add_mlp"].add_to(x_PE, gemms["gelu"].gelu(h_PE, block.fc1), block.fc2)
+            delta_PE = gemms["add_mlp"].add_to(x_PE, self._activated(h_PE, block, gemms["gelu"]), block.fc2)
             if index + 1 < len(blocks):
                 h_PE = self._kernels.add_norm(x_PE, delta_PE, *blocks[index + 1].norm1)
             else:
@@ -211,6 +212,12 @@ class FusedTower(Tower):
         qkv = gemm.rotated(h_PE, block.qkv, rotary)
         q_PHd, k_PHd, v_PHd = qkv.view(h_PE.shape[0], 3, self.num_heads, -1).unbind(1)
         return attention.attend(q_PHd, k_PHd, v_PHd, bounds).flatten(1)
+
+    def _activated(self, h_PE: torch.Tensor, block: FusedBlock, gemm: Gemm) -> torch.Tensor:
+        """The hidden values of a block's MLP. A gated MLP's are a pass of their own."""
+        if block.gated is None:
+            return gemm.gelu(h_PE, block.fc1)
+        return self._kernels.swiglu(linear(h_PE, block.fc1.weight, block.fc1.bias), block.gated.limit)
 
     def _embed(self, x_PE: torch.Tensor, tables: PatchTables, norm: Norm) -> torch.Tensor:
         """Adds the learned positions to x in place and returns the first block's normed input."""

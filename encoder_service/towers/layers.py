@@ -14,7 +14,7 @@ from typing import ClassVar, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
-from torch.nn.functional import embedding_bag, gelu
+from torch.nn.functional import embedding_bag, gelu, silu
 
 from encoder_service.towers.attention import AttentionBackend, SdpaAttention
 from encoder_service.towers.config import VisionConfig
@@ -63,13 +63,32 @@ def interpolate_positions(
     return embedding_bag(position_index, table.float(), per_sample_weights=position_weight, mode="sum")
 
 
+def swiglu(packed: torch.Tensor, limit: float | None = None) -> torch.Tensor:
+    """silu(gate) * up [..., M] of gates and ups [..., 2 * M], gates first. limit: the gates are clamped to at
+    most the limit, the ups to its absolute value (Glm5Next's ``swiglu_limit``)."""
+    gate, up = packed.chunk(2, dim=-1)
+    if limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return silu(gate) * up
+
+
+class Gated(NamedTuple):
+    """A gated SiLU MLP in place of a GELU MLP: ``fc1`` has the gate's outputs, then as many of the up
+    projection. limit: see ``swiglu``."""
+
+    limit: float | None = None
+
+
 class Block(nn.Module):
-    """Pre-norm transformer block: fused qkv with rotary positions, tanh-GELU MLP.
+    """Pre-norm transformer block: fused qkv with rotary positions, and an MLP: tanh-GELU, or gated SiLU if
+    ``gated`` is given.
 
     has_bias: whether its linear layers have one.
     """
 
-    def __init__(self, config: VisionConfig, make_norm: MakeNorm, *, has_bias: bool) -> None:
+    def __init__(
+        self, config: VisionConfig, make_norm: MakeNorm, *, has_bias: bool, gated: Gated | None = None
+    ) -> None:
         super().__init__()
         width, mlp_width = config.hidden_size, config.intermediate_size
         self.num_heads = config.num_heads
@@ -77,14 +96,19 @@ class Block(nn.Module):
         self.qkv = nn.Linear(width, 3 * config.attention_width, bias=has_bias)
         self.proj = nn.Linear(config.attention_width, width, bias=has_bias)
         self.norm2 = make_norm(width)
-        self.fc1 = nn.Linear(width, mlp_width, bias=has_bias)
+        self.gated = gated
+        self.fc1 = nn.Linear(width, mlp_width if gated is None else 2 * mlp_width, bias=has_bias)
         self.fc2 = nn.Linear(mlp_width, width, bias=has_bias)
 
     def forward(self, x_PE: torch.Tensor, inputs: TowerInputs, attention: AttentionBackend) -> torch.Tensor:
         x_PE = x_PE + self.attend(self.norm1(x_PE), inputs, attention)
-        hidden = gelu(self.fc1(self.norm2(x_PE)), approximate="tanh")
-        out_PE: torch.Tensor = x_PE + self.fc2(hidden)
+        out_PE: torch.Tensor = x_PE + self.fc2(self.activate(self.fc1(self.norm2(x_PE))))
         return out_PE
+
+    def activate(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self.gated is None:
+            return gelu(hidden, approximate="tanh")
+        return swiglu(hidden, self.gated.limit)
 
     def attend(self, x_PE: torch.Tensor, inputs: TowerInputs, attention: AttentionBackend) -> torch.Tensor:
         q_PHd, k_PHd, v_PHd = self.qkv(x_PE).view(x_PE.shape[0], 3, self.num_heads, -1).unbind(1)
@@ -135,7 +159,7 @@ class Merger(nn.Module):
 
 
 class BlockShape(NamedTuple):
-    """The sizes that the products and the attention of a block depend on."""
+    """The sizes that the products and the attention of a block depend on. is_gated: the MLP is ``Gated``."""
 
     hidden_size: int
     intermediate_size: int
@@ -143,6 +167,7 @@ class BlockShape(NamedTuple):
     head_dim: int
     rope_theta: float
     layout: RotaryLayout
+    is_gated: bool = False
 
     @property
     def attention_width(self) -> int:
@@ -156,9 +181,10 @@ class PlainTower(Tower):
     position_mode: how the learned table, with [height, width] of ``position_sides`` entries, is stretched
     over a frame, see ``kernels.embed_norm``. rotary_layout: see ``rope.rotary_tables``. Patches are frame by
     frame in raster order if ``merges_time``, otherwise in merge order. has_bias: whether the linear layers of
-    the patch embedding and of the blocks have one. frame_embed: float32 [max_frames + 1, E], which is added
-    to the positions by frame, see ``moonvit.frame_table``; None if the family has none. final_norm: the norm
-    before patches are averaged over frames; None unless ``merges_time``.
+    the patch embedding and of the blocks have one. gated: the blocks' MLP; None for GELU. frame_embed:
+    float32 [max_frames + 1, E], which is added to the positions by frame, see ``moonvit.frame_table``; None
+    if the family has none. final_norm: the norm before patches are averaged over frames; None unless
+    ``merges_time``.
     """
 
     position_mode: ClassVar[PositionMode]
@@ -174,6 +200,7 @@ class PlainTower(Tower):
         make_norm: MakeNorm,
         *,
         has_bias: bool = True,
+        gated: Gated | None = None,
     ) -> None:
         super().__init__()
         self.config = config
@@ -182,10 +209,13 @@ class PlainTower(Tower):
         self.patch_dim = config.patch_dim
         self.out_width = config.out_width
         self.position_sides = position_sides
+        self.gated = gated
         self.attention: AttentionBackend = SdpaAttention()
         self.patch_embed = nn.Linear(config.patch_dim, config.hidden_size, bias=has_bias)
         self.pos_embed = nn.Parameter(torch.empty(position_sides[0] * position_sides[1], config.hidden_size))
-        self.blocks = nn.ModuleList(Block(config, make_norm, has_bias=has_bias) for _ in range(config.depth))
+        self.blocks = nn.ModuleList(
+            Block(config, make_norm, has_bias=has_bias, gated=gated) for _ in range(config.depth)
+        )
         self.register_buffer("frame_embed", None, persistent=False)
         self.register_module("final_norm", None)
 
@@ -205,6 +235,7 @@ class PlainTower(Tower):
             config.head_dim,
             config.rope_theta,
             self.rotary_layout,
+            self.gated is not None,
         )
 
     def check_grid(self, grid: Grid) -> None:

@@ -17,6 +17,7 @@ from encoder_service.json_reader import JsonReader
 from encoder_service.towers import moonvit, qwen3_vl
 from encoder_service.towers.checkpoint import Fingerprint, check_initialised, read_config, vision_tensors
 from encoder_service.towers.config import Family, VisionConfig, check_heads
+from encoder_service.towers.published import joined
 from encoder_service.towers.tower import Tower
 
 _ALL_FAMILIES = (*qwen3_vl.FAMILIES, *moonvit.FAMILIES)
@@ -83,11 +84,14 @@ def load_tower(path: Path, *, device: torch.device, dtype: torch.dtype) -> Loade
     with torch.device("meta"):
         tower = family.build(config)
     fingerprint = Fingerprint(family.name, config)
-    values: dict[str, torch.Tensor] = {}
+    parts: dict[str, dict[int, torch.Tensor]] = {}
     for published, tensor in vision_tensors(path, config):
         fingerprint.add(published, tensor)
         # Copied, because the tensor may be mapped from a file that changes while the service runs.
-        values[published.parameter] = published.to_parameter(tensor).to(device, dtype, copy=True)
+        part = published.to_parameter(tensor).to(device, dtype, copy=True)
+        parts.setdefault(published.parameter, {})[published.part] = part
+    # Popped, so that no more than one parameter is held twice.
+    values = {name: joined(parts.pop(name)) for name in list(parts)}
     tower.load_state_dict(values, assign=True)
     # Moves the tables that are not part of a checkpoint. The parameters are on the device already.
     tower.to(device).requires_grad_(False).eval()

@@ -35,11 +35,13 @@ def gemm_selections(
     gemms: Sequence[Gemm], rows: Sequence[int], block: BlockShape, dtype: torch.dtype, device: torch.device
 ) -> dict[Step, Selection[Gemm]]:
     """For each step, chooses among the gemms that are tried for it, by number of rows. gemms: torch's first,
-    which is also the fallback."""
+    which is also the fallback. A gated block has no step "gelu", and torch's choice stands for it."""
     return {
         step: Selection(
             step,
-            [gemm for gemm in gemms if step in gemm.steps],
+            gemms[:1]
+            if step == "gelu" and block.is_gated
+            else [gemm for gemm in gemms if step in gemm.steps],
             [Case((count,), partial(make_trial, step, block, count, dtype, device)) for count in rows],
             TIE_SHARE,
             num_rounds=NUM_ROUNDS,
