@@ -40,7 +40,7 @@ from encoder_service.towers.gemm import (
     pair_rows,
     turns_of,
 )
-from encoder_service.towers.layers import Block, Gated, Merger, Norm, PlainTower, norm_of
+from encoder_service.towers.layers import Block, Gated, GatedMerger, Merger, Norm, PlainTower, norm_of
 from encoder_service.towers.rope import inverse_frequencies
 from encoder_service.towers.selection import Choices
 from encoder_service.towers.tower import Tower
@@ -65,6 +65,7 @@ class FusedBlock:
     fc1: Weights
     fc2: Weights
     gated: Gated | None
+    qk_norms: tuple[Norm, Norm] | None
 
     @classmethod
     def of(cls, block: Block, num_paired_heads: int | None) -> FusedBlock:
@@ -73,7 +74,11 @@ class FusedBlock:
         if num_paired_heads is not None:
             paired = pair_rows(qkv.weight, num_paired_heads), pair_rows(qkv.bias, num_paired_heads)
             qkv = replace(qkv, paired=paired)
-        return cls(norm_of(block.norm1), qkv, proj, norm_of(block.norm2), fc1, fc2, block.gated)
+        qk_norms = None
+        if block.q_norm is not None and block.k_norm is not None:
+            qk_norms = norm_of(block.q_norm), norm_of(block.k_norm)
+        norm1, norm2 = norm_of(block.norm1), norm_of(block.norm2)
+        return cls(norm1, qkv, proj, norm2, fc1, fc2, block.gated, qk_norms)
 
 
 def weights_of(layer: nn.Linear) -> Weights:
@@ -113,7 +118,10 @@ class FusedTower(Tower):
         self.merges_time = plain.merges_time
         self.max_frames = plain.max_frames
         self.num_heads = plain.config.num_heads
-        wants_pairs = any(gemm.wants_pairs for gemm in gemms["rotate"].by_shape.values())
+        # Normed q and k cannot be rotated in the product's epilogue.
+        wants_pairs = not plain.norms_qk and any(
+            gemm.wants_pairs for gemm in gemms["rotate"].by_shape.values()
+        )
         self._blocks = [
             FusedBlock.of(block, self.num_heads if wants_pairs else None)  # type: ignore[arg-type]
             for block in plain.blocks
@@ -166,6 +174,8 @@ class FusedTower(Tower):
             num_frames=inputs.num_frames,
         )
         x_PE = linear(inputs.pixel_values.to(self.dtype), plain.patch_embed.weight, plain.patch_embed.bias)
+        if plain.patch_norm is not None:
+            x_PE = self._kernels.add_norm(x_PE, None, *norm_of(plain.patch_norm))
         h_PE = self._embed(x_PE, tables, blocks[0].norm1)
         attention = self.attention
         if isinstance(attention, Choices):
@@ -209,7 +219,18 @@ class FusedTower(Tower):
         """The attention of a block's normed input, [P, E]. A separate method, so that q, k and v are freed
         before the MLP allocates memory: a graph permanently reserves the memory of all tensors that are alive
         together."""
-        qkv = gemm.rotated(h_PE, block.qkv, rotary)
+        if block.qk_norms is None:
+            qkv = gemm.rotated(h_PE, block.qkv, rotary)
+        else:
+            qkv = self._kernels.rotate_qkv_(
+                linear(h_PE, block.qkv.weight, block.qkv.bias),
+                rotary.coords,
+                rotary.cos,
+                rotary.sin,
+                rotary.layout,
+                rotary.num_heads,
+                norms=block.qk_norms,
+            )
         q_PHd, k_PHd, v_PHd = qkv.view(h_PE.shape[0], 3, self.num_heads, -1).unbind(1)
         return attention.attend(q_PHd, k_PHd, v_PHd, bounds).flatten(1)
 
@@ -222,6 +243,8 @@ class FusedTower(Tower):
     def _embed(self, x_PE: torch.Tensor, tables: PatchTables, norm: Norm) -> torch.Tensor:
         """Adds the learned positions to x in place and returns the first block's normed input."""
         plain = self.plain
+        if plain.pos_embed is None or plain.position_sides is None:
+            return self._kernels.add_norm(x_PE, None, *norm)
         table_height, table_width = plain.position_sides
         return self._kernels.embed_norm(
             x_PE,
@@ -254,8 +277,17 @@ class FusedTower(Tower):
             norm_of(merger_norm) if merger_norm is not None else None,
         )
 
-    def _merge(self, h_PE: torch.Tensor, merger: Merger) -> torch.Tensor:
+    def _merge(self, h_PE: torch.Tensor, merger: Merger | GatedMerger) -> torch.Tensor:
         """Rows [R, D] from normed patches in merge order."""
+        if isinstance(merger, GatedMerger):
+            u_RD = linear(
+                h_PE.view(-1, merger.merged_width), merger.downsample.weight, merger.downsample.bias
+            )
+            u_RD = linear(u_RD, merger.proj.weight)
+            u_RD = self._kernels.gelu_(self._kernels.add_norm(u_RD, None, *norm_of(merger.proj_norm)))
+            return linear(
+                self._kernels.swiglu(linear(u_RD, merger.fc1.weight), merger.limit), merger.fc2.weight
+            )
         u_RM = linear(h_PE.view(-1, merger.merged_width), merger.fc1.weight, merger.fc1.bias)
         rows_RD = linear(self._kernels.gelu_(u_RM), merger.fc2.weight, merger.fc2.bias)
         if merger.out_norm is None:

@@ -9,6 +9,7 @@ D language-model width, H heads, d head_dim.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar, Literal, NamedTuple, TypeAlias
 
@@ -83,17 +84,26 @@ class Block(nn.Module):
     """Pre-norm transformer block: fused qkv with rotary positions, and an MLP: tanh-GELU, or gated SiLU if
     ``gated`` is given.
 
-    has_bias: whether its linear layers have one.
+    has_bias: whether its linear layers have one. norms_qk: each head's q and k are normed before they are
+    rotated.
     """
 
     def __init__(
-        self, config: VisionConfig, make_norm: MakeNorm, *, has_bias: bool, gated: Gated | None = None
+        self,
+        config: VisionConfig,
+        make_norm: MakeNorm,
+        *,
+        has_bias: bool,
+        gated: Gated | None = None,
+        norms_qk: bool = False,
     ) -> None:
         super().__init__()
         width, mlp_width = config.hidden_size, config.intermediate_size
         self.num_heads = config.num_heads
         self.norm1 = make_norm(width)
         self.qkv = nn.Linear(width, 3 * config.attention_width, bias=has_bias)
+        self.q_norm = make_norm(config.head_dim) if norms_qk else None
+        self.k_norm = make_norm(config.head_dim) if norms_qk else None
         self.proj = nn.Linear(config.attention_width, width, bias=has_bias)
         self.norm2 = make_norm(width)
         self.gated = gated
@@ -112,6 +122,8 @@ class Block(nn.Module):
 
     def attend(self, x_PE: torch.Tensor, inputs: TowerInputs, attention: AttentionBackend) -> torch.Tensor:
         q_PHd, k_PHd, v_PHd = self.qkv(x_PE).view(x_PE.shape[0], 3, self.num_heads, -1).unbind(1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q_PHd, k_PHd = self.q_norm(q_PHd), self.k_norm(k_PHd)
         q_PHd = rotate(q_PHd, inputs.rope_cos, inputs.rope_sin)
         k_PHd = rotate(k_PHd, inputs.rope_cos, inputs.rope_sin)
         out_PHd = attention.attend(q_PHd, k_PHd, v_PHd, inputs)
@@ -158,8 +170,38 @@ class Merger(nn.Module):
         return rows_RD if self.out_norm is None else self.out_norm(rows_RD)
 
 
+class GatedMerger(nn.Module):
+    """Merges merge^2 adjacent patches into one row: RMSNorm, a convolution over the patches (as the equal
+    product, ``downsample``), a layer, LayerNorm, erf-GELU, and a gated SiLU MLP (GLM-4.1V).
+
+    inner_width: of the gated MLP. limit: see ``swiglu``.
+    """
+
+    def __init__(
+        self, config: VisionConfig, inner_width: int, make_norm: MakeNorm, limit: float | None = None
+    ) -> None:
+        super().__init__()
+        out_width = config.out_width
+        self.limit = limit
+        self.merged_width = config.hidden_size * config.merge_size**2
+        self.norm = make_norm(config.hidden_size)
+        self.downsample = nn.Linear(self.merged_width, out_width)
+        self.proj = nn.Linear(out_width, out_width, bias=False)
+        self.proj_norm = nn.LayerNorm(out_width)
+        self.fc1 = nn.Linear(out_width, 2 * inner_width, bias=False)
+        self.fc2 = nn.Linear(inner_width, out_width, bias=False)
+
+    def forward(self, x_PE: torch.Tensor) -> torch.Tensor:
+        """Merges patches [P, E] in merge order to rows [R, D]."""
+        x_RD = self.proj(self.downsample(self.norm(x_PE).reshape(-1, self.merged_width)))
+        x_RD = gelu(self.proj_norm(x_RD))
+        rows_RD: torch.Tensor = self.fc2(swiglu(self.fc1(x_RD), self.limit))
+        return rows_RD
+
+
 class BlockShape(NamedTuple):
-    """The sizes that the products and the attention of a block depend on. is_gated: the MLP is ``Gated``."""
+    """The sizes that the products and the attention of a block depend on. is_gated: the MLP is ``Gated``.
+    norms_qk: see ``Block``."""
 
     hidden_size: int
     intermediate_size: int
@@ -168,6 +210,7 @@ class BlockShape(NamedTuple):
     rope_theta: float
     layout: RotaryLayout
     is_gated: bool = False
+    norms_qk: bool = False
 
     @property
     def attention_width(self) -> int:
@@ -179,28 +222,32 @@ class PlainTower(Tower):
     fused form (``fused.py``) reads the attributes below.
 
     position_mode: how the learned table, with [height, width] of ``position_sides`` entries, is stretched
-    over a frame, see ``kernels.embed_norm``. rotary_layout: see ``rope.rotary_tables``. Patches are frame by
-    frame in raster order if ``merges_time``, otherwise in merge order. has_bias: whether the linear layers of
-    the patch embedding and of the blocks have one. gated: the blocks' MLP; None for GELU. frame_embed:
-    float32 [max_frames + 1, E], which is added to the positions by frame, see ``moonvit.frame_table``; None
-    if the family has none. final_norm: the norm before patches are averaged over frames; None unless
-    ``merges_time``.
+    over a frame, see ``kernels.embed_norm``; without sides there is no table. rotary_layout: see
+    ``rope.rotary_tables``. Patches are frame by frame in raster order if ``merges_time``, otherwise in merge
+    order. patch_norm: the norm before positions are added, or None. has_bias: whether the linear layers of
+    the patch embedding and of the blocks have one. gated: the blocks' MLP; None for GELU. norms_qk: see
+    ``Block``. frame_embed: float32 [max_frames + 1, E], which is added to the positions by frame, see
+    ``moonvit.frame_table``; None if the family has none. final_norm: the norm before patches are averaged
+    over frames; None unless ``merges_time``.
     """
 
     position_mode: ClassVar[PositionMode]
     rotary_layout: ClassVar[RotaryLayout]
-    merger: Merger
+    merger: Merger | GatedMerger
+    pos_embed: nn.Parameter | None
+    patch_norm: AnyNorm | None
     frame_embed: torch.Tensor | None
     final_norm: AnyNorm | None
 
     def __init__(
         self,
         config: VisionConfig,
-        position_sides: tuple[int, int],
+        position_sides: tuple[int, int] | None,
         make_norm: MakeNorm,
         *,
         has_bias: bool = True,
         gated: Gated | None = None,
+        norms_qk: bool = False,
     ) -> None:
         super().__init__()
         self.config = config
@@ -210,12 +257,17 @@ class PlainTower(Tower):
         self.out_width = config.out_width
         self.position_sides = position_sides
         self.gated = gated
+        self.norms_qk = norms_qk
         self.attention: AttentionBackend = SdpaAttention()
         self.patch_embed = nn.Linear(config.patch_dim, config.hidden_size, bias=has_bias)
-        self.pos_embed = nn.Parameter(torch.empty(position_sides[0] * position_sides[1], config.hidden_size))
+        self.pos_embed = None
+        if position_sides is not None:
+            self.pos_embed = nn.Parameter(torch.empty(math.prod(position_sides), config.hidden_size))
         self.blocks = nn.ModuleList(
-            Block(config, make_norm, has_bias=has_bias, gated=gated) for _ in range(config.depth)
+            Block(config, make_norm, has_bias=has_bias, gated=gated, norms_qk=norms_qk)
+            for _ in range(config.depth)
         )
+        self.register_module("patch_norm", None)
         self.register_buffer("frame_embed", None, persistent=False)
         self.register_module("final_norm", None)
 
@@ -236,6 +288,7 @@ class PlainTower(Tower):
             config.rope_theta,
             self.rotary_layout,
             self.gated is not None,
+            self.norms_qk,
         )
 
     def check_grid(self, grid: Grid) -> None:
@@ -249,18 +302,31 @@ class PlainTower(Tower):
         return [by_size[grid.h, grid.w] for grid in grids for _ in range(grid.t)]
 
     def embed(self, inputs: TowerInputs) -> tuple[torch.Tensor, torch.Tensor]:
-        """The patches in the tower's dtype and their learned positions in float32, both [P, E]."""
+        """The patches in the tower's dtype and their learned positions in float32, both [P, E]; without a
+        table the positions are zeros."""
         assert inputs.pixel_values is not None
         x_PE = self.patch_embed(inputs.pixel_values.to(self.dtype))
+        if self.patch_norm is not None:
+            x_PE = self.patch_norm(x_PE)
+        if self.pos_embed is None:
+            return x_PE, torch.zeros_like(x_PE, dtype=torch.float32)
         return x_PE, interpolate_positions(self.pos_embed, inputs.position_index, inputs.position_weight)
 
     def _tables_of(self, height: int, width: int) -> FrameTables:
-        config, (table_height, table_width) = self.config, self.position_sides
-        taps = TAPS[self.position_mode]
-        index, weight = grid_taps(taps(height, table_height), taps(width, table_width), table_width)
+        config = self.config
+        index, weight = self._taps_of(height, width)
         rows, columns = raster_coordinates(height, width)
         if not self.merges_time:
             order = merge_order(height, width, self.merge_size)
             index, weight, rows, columns = index[order], weight[order], rows[order], columns[order]
         cos, sin = rotary_tables(rows, columns, config.head_dim, config.rope_theta, self.rotary_layout)
         return FrameTables(index, weight, cos, sin)
+
+    def _taps_of(self, height: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """position_index and position_weight of a frame in raster order; without a table there are no
+        taps."""
+        if self.position_sides is None:
+            return torch.empty(height * width, 0, dtype=torch.int64), torch.empty(height * width, 0)
+        table_height, table_width = self.position_sides
+        taps = TAPS[self.position_mode]
+        return grid_taps(taps(height, table_height), taps(width, table_width), table_width)

@@ -35,13 +35,13 @@ def gemm_selections(
     gemms: Sequence[Gemm], rows: Sequence[int], block: BlockShape, dtype: torch.dtype, device: torch.device
 ) -> dict[Step, Selection[Gemm]]:
     """For each step, chooses among the gemms that are tried for it, by number of rows. gemms: torch's first,
-    which is also the fallback. A gated block has no step "gelu", and torch's choice stands for it."""
+    which is also the fallback. Torch alone stands for a step that the block does not have: "gelu" if it
+    is gated, "rotate" if it norms q and k first."""
+    has_step = {"gelu": not block.is_gated, "rotate": not block.norms_qk}
     return {
         step: Selection(
             step,
-            gemms[:1]
-            if step == "gelu" and block.is_gated
-            else [gemm for gemm in gemms if step in gemm.steps],
+            [gemm for gemm in gemms if step in gemm.steps] if has_step.get(step, True) else gemms[:1],
             [Case((count,), partial(make_trial, step, block, count, dtype, device)) for count in rows],
             TIE_SHARE,
             num_rounds=NUM_ROUNDS,
