@@ -96,15 +96,26 @@ def qwen_target_size(
     if settings.cap_pixels_per_frame:
         cap = min(settings.max_video_tokens * factor * factor, max_pixels // num_frames)
         max_pixels = max(cap, int(settings.min_pixels * 1.05)) * num_frames
+    area = AreaLimits(settings.min_pixels, max_pixels)
+    what = "clip's frames count as"
+    return framed_size(num_frames, height, width, factor=factor, temporal=temporal, area=area, what=what)
+
+
+def framed_size(
+    num_frames: int, height: int, width: int, *, factor: int, temporal: int, area: AreaLimits, what: str
+) -> tuple[int, int]:
+    """Target (height, width) of frames that share an area, for Qwen's clips, and for images and clips of GLM.
+    Sides below ``factor`` are first enlarged to it. what: names the frames in AspectRatioExceeded."""
+    num_frames = max(num_frames, temporal)
     if height < factor or width < factor:
         grow = max(factor / height, factor / width)
         height, width = int(height * grow), int(width * grow)
-    check_aspect(height, width, "clip's frames count as")
+    check_aspect(height, width, what)
     return _rounded_volume(
         height,
         width,
         factor,
-        AreaLimits(settings.min_pixels, max_pixels),
+        area,
         num_frames=num_frames,
         counted_frames=round(num_frames / temporal) * temporal,
     )
@@ -123,7 +134,7 @@ def check_aspect(height: int, width: int, what: str) -> None:
         )
 
 
-def _check_pair(options: PreprocessOptions, low: str, high: str) -> None:
+def check_pair(options: PreprocessOptions, low: str, high: str) -> None:
     """Raises InvalidOption if a request's lower limit is above its upper one. One alone may contradict the
     checkpoint's other: the upper limit is compared first, as in the reference."""
     least, most = getattr(options, low), getattr(options, high)
@@ -145,7 +156,7 @@ class QwenVLPreprocessor(Preprocessor):
         self,
         settings: QwenVLSettings,
         limits: DecodeLimits,
-        clips: QwenClips | None = None,
+        clips: ClipRules | None = None,
         transparent: Transparent = "white",
     ) -> None:
         super().__init__(settings, limits, clips, transparent, frames_per_patch=settings.temporal_patch_size)
@@ -160,7 +171,7 @@ class QwenVLPreprocessor(Preprocessor):
         for name, value in options.given().items():
             if name in self.options:
                 check_range(name, value, ceiling)
-        _check_pair(options, "min_pixels", "max_pixels")
+        check_pair(options, "min_pixels", "max_pixels")
 
     def plan_image(self, height: int, width: int, options: PreprocessOptions) -> ImagePlan:
         check_aspect(height, width, "image is")
@@ -222,8 +233,8 @@ class QwenClips(ClipRules):
             value = getattr(options, name)
             if value is not None and value < 1:
                 raise InvalidOption(f"{name} is {value}, needs at least 1", option=name, found=value)
-        _check_pair(options, "min_pixels", "max_pixels")
-        _check_pair(options, "min_frames", "max_frames")
+        check_pair(options, "min_pixels", "max_pixels")
+        check_pair(options, "min_frames", "max_frames")
 
     def with_options(self, options: PreprocessOptions) -> QwenVideoSettings:
         """The checkpoint's settings, overridden by those of the request."""

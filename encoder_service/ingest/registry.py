@@ -12,6 +12,7 @@ from encoder_service.errors import UnsupportedCheckpoint
 from encoder_service.ingest.decode import DecodeLimits, Transparent
 from encoder_service.ingest.kimi_k3 import kimi_k3_preprocessor
 from encoder_service.ingest.kimi_vl import kimi_vl_preprocessor
+from encoder_service.ingest.glm import glm4v_preprocessor, glm5_next_preprocessor
 from encoder_service.ingest.moonvit import moonvit_preprocessor
 from encoder_service.ingest.preprocessor import Build, Preprocessor
 from encoder_service.ingest.qwen3_omni import qwen3_omni_preprocessor
@@ -29,6 +30,9 @@ FAMILIES: Mapping[str, Build] = {
     "intern_s2_preview": qwen_vl_preprocessor,
     "kimi_vl": kimi_vl_preprocessor,
     "kimi_k3": kimi_k3_preprocessor,
+    "glm4v": glm4v_preprocessor,
+    "glm_ocr": glm4v_preprocessor,
+    "glm5_next": glm5_next_preprocessor,
 }
 
 

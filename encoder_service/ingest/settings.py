@@ -37,7 +37,6 @@ _FIXED: Mapping[str, object] = {
     "do_pad": False,
     "resample": BICUBIC,
     "do_sample_frames": True,
-    "num_frames": None,
     "fixed_output_tokens": None,
     "fixed_output_tokens_each_frame": None,
     "in_patch_limit_video": None,
@@ -243,6 +242,7 @@ def parse_qwen_vl(reader: SettingsReader) -> QwenVLSettings:
 
 def parse_qwen_video(reader: SettingsReader, images: QwenVLSettings) -> QwenVideoSettings:
     """Qwen's clip settings. Raises UnsupportedCheckpoint."""
+    reader.require("num_frames", None)
     sizes = {name: reader.count(name) for name in ("patch_size", "merge_size", "temporal_patch_size")}
     reader.check_same(images, sizes)
     settings = QwenVideoSettings(
@@ -285,6 +285,7 @@ def parse_moonvit_video(reader: SettingsReader, images: MoonViTSettings) -> Moon
     the reference package (max_patches, size, fps, temporal_patch_size). None for a file without clip
     settings. Raises UnsupportedCheckpoint."""
     reader = reader.nested("media_proc_cfg")
+    reader.require("num_frames", None)
     if reader.has("in_patch_limit_each_frame"):
         has_bound = reader.has("max_num_frames_each_video")
         return MoonViTVideoSettings(

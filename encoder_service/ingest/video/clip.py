@@ -103,7 +103,7 @@ class ClipRules(abc.ABC):
 
     @abc.abstractmethod
     def sample(self, header: ClipHeader, options: PreprocessOptions) -> list[int]:
-        """Indices of the sampled frames, ascending."""
+        """Indices of the sampled frames, ascending; one may repeat."""
 
     @abc.abstractmethod
     def sized(self, num_frames: int, height: int, width: int, options: PreprocessOptions) -> ClipPlan:
@@ -171,6 +171,13 @@ class ClipRules(abc.ABC):
         return dataclasses.replace(plan, indices=tuple(indices), timestamps_s=tuple(timestamps_s))
 
 
+def _repeated(frames: Iterator[torch.Tensor], indices: Sequence[int]) -> Iterator[torch.Tensor]:
+    """The frames at ``indices``, of which neighbours may be equal. frames: those at the different ones."""
+    for frame, (_, group) in zip(frames, itertools.groupby(indices), strict=False):  # a source may be stopped
+        for _ in group:
+            yield frame
+
+
 def timestamps_of(indices: Sequence[int], source_fps: float) -> tuple[float, ...]:
     """The times of frames in seconds, from their indices in the source."""
     return tuple(index / source_fps for index in indices)
@@ -192,7 +199,7 @@ class Clip:
         self.held_bytes = source.held_bytes + resize_bytes(header.height, header.width, size, padded)
         self._rules = rules
         self._source = source
-        self._frames = iter(source.frames(plan.indices))
+        self._frames = _repeated(source.frames(list(dict.fromkeys(plan.indices))), plan.indices)
         self._num_left = len(plan.indices)
         self._reading = threading.Lock()
         self._is_closed = False
