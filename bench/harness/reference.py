@@ -206,10 +206,28 @@ class KimiK3Reference(KimiReference):
         return model.take(checkpoint).to(dtype)
 
 
+class GlmReference(ReferenceTower):
+    """Takes each frame of a clip as an item of its own, as the reference's own model calls it."""
+
+    def tables(self, grids: Sequence[Grid]) -> dict[str, Any]:
+        vision, grid_thw = importlib.import_module("transformers.vision_utils"), self._grid_thw(grids)
+        cu_seqlens = vision.get_vision_cu_seqlens(grid_thw)
+        return {
+            "grid_thw": grid_thw,
+            "position_ids": vision.get_vision_position_ids(grid_thw, self.tower.config.spatial_merge_size),
+            "cu_seqlens": cu_seqlens,
+            "max_seqlen": int(cu_seqlens.diff().max()),
+        }
+
+    def _grid_thw(self, grids: Sequence[Grid]) -> torch.Tensor:
+        return super()._grid_thw([grid._replace(t=1) for grid in grids for _ in range(grid.t)])
+
+
 REFERENCES: dict[str, type[ReferenceTower]] = {
     "kimi_k25": KimiReference,
     "kimi_vl": KimiVLReference,
     "kimi_k3": KimiK3Reference,
+    **dict.fromkeys(("glm4v", "glm4v_moe", "glm46v", "glm_ocr", "glm5_next"), GlmReference),
 }
 """By model_type, where it is not ReferenceTower itself."""
 
@@ -225,6 +243,11 @@ QWEN_CLASSES = {
     "qwen3_omni_moe": ("qwen3_omni_moe", "Qwen3OmniMoeVisionEncoder"),
     "interns1_pro": ("qwen3_5", "Qwen3_5VisionModel"),
     "intern_s2_preview": ("qwen3_5_moe", "Qwen3_5MoeVisionModel"),
+    "glm4v": ("glm4v", "Glm4vVisionModel"),
+    "glm4v_moe": ("glm4v_moe", "Glm4vMoeVisionModel"),
+    "glm46v": ("glm4v", "Glm4vVisionModel"),
+    "glm_ocr": ("glm_ocr", "GlmOcrVisionModel"),
+    "glm5_next": ("glm5_next", "Glm5NextVisionModel"),
 }
 PREFIXES = ("model.visual.", "thinker.visual.", "visual.")
 

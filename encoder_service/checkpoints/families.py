@@ -17,6 +17,9 @@ class Family(enum.StrEnum):
     INTERN_S2_PREVIEW = "intern_s2_preview"
     KIMI_VL = "kimi_vl"
     KIMI_K3 = "kimi_k3"
+    GLM4V = "glm4v"
+    GLM_OCR = "glm_ocr"
+    GLM5_NEXT = "glm5_next"
 
 
 FAMILIES: tuple[str, ...] = tuple(family.value for family in Family)

@@ -182,7 +182,7 @@ def parse_glm5_next(config: JsonReader) -> GlmVisionConfig:
         vision,
         intermediate_size=vision.count("intermediate_size"),
         merger_width=vision.count("projection_intermediate_size"),
-        swiglu_limit=vision.number("swiglu_limit"),
+        swiglu_limit=vision.number("swiglu_limit", default=10.0),
     )
 
 

@@ -20,6 +20,7 @@ from tests.parity.tower_cases import (
     errors,
     fresh_seed,
     random_pixels,
+    reference_dtype,
     report,
     run_tower,
     vision_weights,
@@ -130,6 +131,26 @@ VARIANTS: dict[str, Callable[[], dict[str, Any]]] = {
             "projector_ln_eps": 1e-4,
         },
     ),
+    "glm4v-tiny": lambda: config_with("glm4v", "tiny", {}),
+    # GLM-4.1V and 4.5V: 12 heads of 128, a table of 24 by 24.
+    "glm4v_moe-106b": lambda: config_with(
+        "glm4v",
+        "small",
+        {
+            "hidden_size": 256,
+            "num_heads": 2,
+            "intermediate_size": 342,
+            "depth": 4,
+            "out_hidden_size": 320,
+        },
+        model_type="glm4v_moe",
+    ),
+    "glm_ocr-tiny": lambda: config_with("glm_ocr", "tiny", {}),
+    # Heads of 64 as published; a limit that random weights reach.
+    "glm5_next-tiny": lambda: config_with("glm5_next", "tiny", {"swiglu_limit": 0.5}),
+    "glm5_next-64": lambda: config_with(
+        "glm5_next", "small", {"hidden_size": 128, "num_heads": 2, "depth": 4, "out_hidden_size": 192}
+    ),
 }
 
 BATCHES: dict[str, list[Grid]] = {
@@ -178,11 +199,18 @@ CASES = [
 class Pair:
     """Our tower and the reference's, from one published checkpoint."""
 
-    def __init__(self, path: Path, device: torch.device, dtype: torch.dtype, seed: int = 0) -> None:
+    def __init__(
+        self,
+        path: Path,
+        device: torch.device,
+        dtype: torch.dtype,
+        seed: int = 0,
+        reference_dtype: torch.dtype | None = None,
+    ) -> None:
         self.path = path
         self.seed = seed
         self.tower: Tower = load_tower(path, device=device, dtype=dtype).tower
-        self.reference = ReferenceTower(path, device=device, dtype=dtype)
+        self.reference = ReferenceTower(path, device=device, dtype=reference_dtype or dtype)
 
     def rows(self, grids: Sequence[Grid], seed: int) -> tuple[torch.Tensor, torch.Tensor]:
         print(f"weights of seed {self.seed}")
@@ -200,7 +228,8 @@ def pair_of(tmp_path_factory: pytest.TempPathFactory, device: torch.device) -> C
     def build(variant: str) -> Pair:
         config = VARIANTS[variant]()
         tensors = vision_weights(config, fresh_seed())
-        return Pair(write_published(tmp_path_factory.mktemp(variant), config, tensors), device, torch.float32)
+        path = write_published(tmp_path_factory.mktemp(variant), config, tensors)
+        return Pair(path, device, torch.float32, reference_dtype=reference_dtype(config))
 
     return build
 
@@ -225,7 +254,10 @@ def test_p01_rows_equal_the_reference(pair_of: Callable[[str], Pair], variant: s
         assert errors(part, expected_part).relative < FLOAT32_RELATIVE, f"level {level}"
 
 
-@pytest.mark.parametrize("variant", ["qwen3_vl-2b", "qwen3_5_moe-35b", "kimi_k25-72", "kimi_k3-128"])
+@pytest.mark.parametrize(
+    "variant",
+    ["qwen3_vl-2b", "qwen3_5_moe-35b", "kimi_k25-72", "kimi_k3-128", "glm4v_moe-106b", "glm5_next-64"],
+)
 def test_bfloat16_stays_near_float32(
     pair_of: Callable[[str], Pair], device: torch.device, variant: str
 ) -> None:

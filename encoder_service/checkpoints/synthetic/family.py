@@ -6,18 +6,23 @@ the families.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from encoder_service.checkpoints.synthetic.tensors import TensorSpec
 
 
 class LanguageTensors(NamedTuple):
     """Prefixes of the language model's tensors and of its output layer. norm_mean: 0 where the model adds one
-    to the weights of its norms."""
+    to the weights of its norms. layer: lists the tensors of one layer, of text_config and the layer's prefix,
+    where ``tensors`` has no such layer."""
 
     root: str
     head: str
     norm_mean: float = 1.0
+    layer: Callable[[dict[str, Any], str], Iterator[TensorSpec]] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

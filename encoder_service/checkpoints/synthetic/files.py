@@ -13,7 +13,7 @@ from importlib.resources import files
 from typing import Any
 
 from encoder_service.checkpoints.families import FAMILIES
-from encoder_service.checkpoints.synthetic import kimi, qwen
+from encoder_service.checkpoints.synthetic import glm, kimi, qwen
 from encoder_service.checkpoints.synthetic.family import SyntheticFamily
 from encoder_service.checkpoints.synthetic.tokens import (
     added_tokens_decoder,
@@ -35,6 +35,9 @@ SYNTHETIC: Mapping[str, SyntheticFamily] = {
     "intern_s2_preview": qwen.INTERN_S2_PREVIEW,
     "kimi_vl": kimi.KIMI_VL,
     "kimi_k3": kimi.KIMI_K3,
+    "glm4v": glm.GLM4V,
+    "glm_ocr": glm.GLM_OCR,
+    "glm5_next": glm.GLM5_NEXT,
 }
 # With ``--with-lm``.
 WITH_LANGUAGE_MODEL: tuple[str, ...] = tuple(name for name in FAMILIES if SYNTHETIC[name].language)

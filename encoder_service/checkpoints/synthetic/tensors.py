@@ -77,6 +77,10 @@ def weight(name: str, *shape: int, gain: float = 1.0, centred: bool = False) -> 
     return TensorSpec(name, shape, 0.0, gain / math.sqrt(math.prod(shape[1:])), centred=centred)
 
 
+def bias(name: str, width: int) -> TensorSpec:
+    return TensorSpec(name, (width,), 0.0, BIAS_STD)
+
+
 def rms_norm(name: str, width: int, mean: float = 1.0, dtype: torch.dtype = torch.bfloat16) -> TensorSpec:
     """A norm's weight [width] around ``mean``, which is 0 where the model adds one to the weight."""
     return TensorSpec(f"{name}.weight", (width,), mean, NORM_STD, dtype)
@@ -114,15 +118,15 @@ def _vision_tensor(name: str, tensor: PublishedTensor, residual_gain: float) -> 
 
 def language_layout(config: dict[str, Any], language: LanguageTensors) -> Iterator[TensorSpec]:
     """Every language-model tensor of a synthetic ``config.json``, in the order of the forward pass."""
-    return _model(config.get("thinker_config", config)["text_config"], *language)
-
-
-def _model(text: dict[str, Any], root: str, head: str, norm_mean: float) -> Iterator[TensorSpec]:
+    text, (root, head, norm_mean, own_layer) = config.get("thinker_config", config)["text_config"], language
     width, vocab_size = text["hidden_size"], text["vocab_size"]
     yield TensorSpec(f"{root}.embed_tokens.weight", (vocab_size, width), 0.0, EMBEDDING_STD)
     mixes_layers = "attn_res_block_size" in text
     for layer in range(text["num_hidden_layers"]):
         prefix = f"{root}.layers.{layer}"
+        if own_layer is not None:
+            yield from own_layer(text, prefix)
+            continue
         yield rms_norm(f"{prefix}.input_layernorm", width, norm_mean)
         yield from _attention(text, prefix, layer, norm_mean)
         yield rms_norm(f"{prefix}.post_attention_layernorm", width, norm_mean)

@@ -54,6 +54,12 @@ KIMI_TOKENS = (
     "<|end_header_id|>", "[EOT]", "<|im_system|>", "<|im_middle|>",
     "<|media_begin|>", "<|media_content|>", "<|media_end|>", "<|media_pad|>", "[UNK]", "[PAD]",
 )  # fmt: skip
+# GLM-4.1V has these at ids 151329 to 151344.
+GLM_TOKENS = (
+    "<|endoftext|>", "[MASK]", "[gMASK]", "[sMASK]", "<sop>", "<eop>", "<|system|>", "<|user|>",
+    "<|assistant|>", "<|observation|>", "<|begin_of_image|>", "<|end_of_image|>", "<|begin_of_video|>",
+    "<|end_of_video|>", "<|image|>", "<|video|>",
+)  # fmt: skip
 
 KIMI_VL_TOKENS = tuple("<|media_start|>" if name == "<|media_begin|>" else name for name in KIMI_TOKENS)
 
