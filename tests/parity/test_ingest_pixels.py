@@ -48,6 +48,15 @@ def kimi_reference(clip: bool = False) -> Any:
     return Kimi_K25ImageProcessor(**(CLIP if clip else HALF))
 
 
+@cache
+def glm_reference(family: str) -> Any:
+    """With small budgets, so that all of their branches are met with small pictures."""
+    transformers = import_reference()
+    if family == "glm5_next":
+        return transformers.Glm5NextImageProcessor(min_image_tokens=20, max_image_tokens=90)
+    return transformers.Glm46VImageProcessor(size={"shortest_edge": 60_000, "longest_edge": 200_000})
+
+
 @pytest.fixture
 def saved(tmp_path: Path) -> Callable[[Any, str], Preprocessor]:
     """Our preprocessor of a reference processor, from the file that it saves."""
@@ -100,7 +109,7 @@ def check(
 def random_sides(family: str, count: int) -> list[tuple[int, int]]:
     """Sizes of all kinds: plain, around multiples of a block, strips, tiny."""
     rng = random.Random(family)
-    block = 28 if family == "kimi_k25" else 32
+    block = 32 if family.startswith("qwen") else 28
     sizes = []
     size: Sequence[int]
     for _ in range(count):
@@ -142,6 +151,16 @@ def test_kimi_on_random_sizes(saved: Callable[[Any, str], Preprocessor]) -> None
         options = PreprocessOptions(max_patches=patches, max_patches_per_side=side)
         size = {"max_height": side, "max_width": side}
         check(preprocessor, reference, picture(height, width), options, max_patches=patches, size=size)
+
+
+@pytest.mark.parametrize("family", ["glm4v", "glm5_next"])
+def test_glm_on_random_sizes(family: str, saved: Callable[[Any, str], Preprocessor]) -> None:
+    reference = glm_reference(family)
+    preprocessor = saved(reference, family)
+    for height, width in random_sides(family, NUM_RANDOM) + SPECIAL:
+        check(preprocessor, reference, picture(height, width))
+    for height, width in [(1, 201), (300, 3)] if family == "glm5_next" else []:
+        check(preprocessor, reference, picture(height, width))  # any aspect ratio is taken
 
 
 QWEN_SIZES = [(1080, 1920), (1, 1), (255, 257), (256, 256), (5, 900), (1000, 5), (37, 2049)]

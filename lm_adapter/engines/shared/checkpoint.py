@@ -19,8 +19,8 @@ from lm_adapter.prefill.placeholders import PromptItem, prompt_item
 class _Family(NamedTuple):
     """name: the tower's family, as the encoder names it. merges_time: an item's frames are averaged into one
     set of rows. uses_mrope: positions have three axes. has_timestamps: a clip's frames have texts between
-    them. section: of config.json, that states what the file
-    states of other models."""
+    them. section: of config.json, that states what the file states of other models. has_image_frames: the
+    frames of a clip have the placeholder of images."""
 
     name: str
     merges_time: bool = False
@@ -28,6 +28,7 @@ class _Family(NamedTuple):
     has_deepstack: bool = False
     has_timestamps: bool = True
     section: str = ""
+    has_image_frames: bool = False
 
 
 _FAMILIES = {
@@ -44,6 +45,11 @@ _FAMILIES = {
     "kimi_k25": _Family("kimi_k25", merges_time=True, uses_mrope=False),
     "kimi_vl": _Family("kimi_vl", merges_time=True, uses_mrope=False),
     "kimi_k3": _Family("kimi_k3", merges_time=True, uses_mrope=False),
+    "glm4v": _Family("glm4v", has_image_frames=True),
+    "glm4v_moe": _Family("glm4v", has_image_frames=True),
+    "glm46v": _Family("glm4v", has_image_frames=True),
+    "glm_ocr": _Family("glm_ocr", has_image_frames=True),
+    "glm5_next": _Family("glm5_next", uses_mrope=False, has_image_frames=True),
 }
 """By config.json's model_type."""
 
@@ -114,12 +120,13 @@ def vision_interface(config: Mapping[str, Any]) -> VisionInterface:
             "config.json names no placeholder: neither image_token_id nor media_placeholder_token_id",
             reason="CHECKPOINT",
         )
+    video_id = image_id if family.has_image_frames else config.get("video_token_id", image_id)
     levels = vision.get("deepstack_visual_indexes") or () if family.has_deepstack else ()
     return VisionInterface(
         model_type=model_type,
         family=family.name,
         image_placeholder_id=int(image_id),
-        video_placeholder_id=int(config.get("video_token_id", image_id)),
+        video_placeholder_id=int(video_id),
         merge_size=int(merge),
         merges_time=family.merges_time,
         uses_mrope=family.uses_mrope,
