@@ -1,10 +1,11 @@
 """The texts between the frames of a clip in a prompt: timestamps of the sampled frames.
 
-Owns the two families' rules and formats. The seconds come with a clip's result; the engine puts the texts
+Owns the families' rules and formats. The seconds come with a clip's result; the engine puts the texts
 into the prompt. Standard library only.
 
 Qwen3-VL and Qwen3.5 write one text per temporal patch, the mean of its first and last frame's time, the last
-frame repeated to fill it (``_calculate_timestamps``). Kimi writes one per chunk, its first frame's time.
+frame repeated to fill it (``_calculate_timestamps``). GLM writes the first frame's time after each temporal
+patch (``replace_video_token``). Kimi writes one per chunk, its first frame's time.
 Times stay Python floats: bfloat16 has steps of a quarter of a second one minute into a clip.
 """
 
@@ -33,6 +34,21 @@ def qwen_frame_texts(timestamps_s: Sequence[float], *, temporal_patch_size: int 
     """``<0.3 seconds>`` for each temporal patch. Arguments and errors as of ``qwen_patch_times``."""
     times = qwen_patch_times(timestamps_s, temporal_patch_size=temporal_patch_size)
     return [f"<{seconds:.1f} seconds>" for seconds in times]
+
+
+def glm_patch_times(timestamps_s: Sequence[float], *, temporal_patch_size: int = 2) -> list[float]:
+    """Seconds of each temporal patch, as many as the grid's t: its first frame's. Arguments and errors as of
+    ``qwen_patch_times``."""
+    return _checked(timestamps_s, temporal_patch_size)[::temporal_patch_size]
+
+
+def glm_frame_texts(
+    timestamps_s: Sequence[float], *, temporal_patch_size: int = 2, whole_seconds: bool = False
+) -> list[str]:
+    """``0.3 seconds`` after each temporal patch. whole_seconds: ``0``, as in GLM-4.1V and 4.5V. Arguments and
+    errors as of ``qwen_patch_times``."""
+    times = glm_patch_times(timestamps_s, temporal_patch_size=temporal_patch_size)
+    return [str(int(seconds)) if whole_seconds else f"{seconds:.1f} seconds" for seconds in times]
 
 
 def kimi_chunk_texts(timestamps_s: Sequence[float], *, chunk_frames: int = 4) -> list[str]:

@@ -27,6 +27,7 @@ else:
         CLIP_LENGTHS,
         SIZES,
         TEXT,
+        Case,
         clip,
         data_url,
         picture,
@@ -38,10 +39,11 @@ else:
 
 FAMILIES = ("qwen3_vl", "qwen3_5", "kimi_k25")
 # Whose requests are as those of one of the families above: images, their tokens, and what is refused.
-FURTHER = ("interns1_pro", "intern_s2_preview", "qwen3_omni_moe", "kimi_vl")
+FURTHER = ("interns1_pro", "intern_s2_preview", "qwen3_omni_moe", "kimi_vl", "glm4v", "glm_ocr")
 DTYPES = {
     **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "interns1_pro", "qwen3_omni_moe", "kimi_vl"), "float32"),
     **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "intern_s2_preview", "kimi_k25"), "bfloat16"),
+    **dict.fromkeys(("glm4v", "glm_ocr"), "float32"),
 }
 # Of the engine: published configurations with code of their own; a checkpoint without an audio tower.
 ENGINE_OPTIONS: dict[str, dict[str, Any]] = {
@@ -53,6 +55,8 @@ ENGINE_OPTIONS: dict[str, dict[str, Any]] = {
 WITH_TOWER_OPTIONS = ENGINE_OPTIONS | {"kimi_vl": {"trust_remote_code": True}}
 WITHOUT_CLIPS = ("kimi_k25", "kimi_vl", "qwen3_omni_moe")
 """Families of which vLLM takes no clips."""
+# vLLM takes one clip of a prompt, and sizes with both edges.
+GLM = ("glm4v", "glm_ocr")
 NUM_SETS = 4
 # Processor options of a request, by number of its case.
 OPTIONS: list[tuple[int, dict[str, Any]]] = [
@@ -62,6 +66,11 @@ OPTIONS: list[tuple[int, dict[str, Any]]] = [
     # Below the checkpoint's own least.
     (1, {"max_pixels": 50176}),
     (1, {"size": {"longest_edge": 40000}}),
+]
+
+GLM_OPTIONS: list[tuple[int, dict[str, Any]]] = [
+    (0, {"size": {"shortest_edge": 180000, "longest_edge": 9633792}}),
+    (1, {"size": {"shortest_edge": 12544, "longest_edge": 80000}}),
 ]
 
 # Of requests with tools: the model has to write the word.
@@ -95,6 +104,14 @@ LIMITS = ("--limit-mm-per-prompt", '{"image": 9}')
 
 # Of a request's clips: more frames than there are by default.
 SAMPLING = {"fps": 3, "min_frames": 6, "max_frames": 11}
+
+
+def options_of(family: str) -> list[tuple[int, dict[str, Any]]]:
+    return GLM_OPTIONS if family in GLM else OPTIONS
+
+
+def clip_cases(family: str) -> list[Case]:
+    return [case for case in CLIP_CASES if family not in GLM or len(case.clips) == 1]
 
 
 class Checkpoints(dict[str, Path]):
@@ -226,11 +243,13 @@ def tower_settings(
         "dtype": DTYPES[family],
         "engine": WITH_TOWER_OPTIONS.get(family, {}),
         "sets": [[with_pixels(case, images) for case in CASES] for images in image_sets],
-        "options": OPTIONS if has_clips else [],
-        "clips": [[with_pixels(case, image_sets[0], clips) for case in CLIP_CASES] for clips in clip_sets]
+        "options": options_of(family) if has_clips else [],
+        "clips": [
+            [with_pixels(case, image_sets[0], clips) for case in clip_cases(family)] for clips in clip_sets
+        ]
         if has_clips
         else [],
-        "sampling": SAMPLING,
+        "sampling": {} if family in GLM else SAMPLING,
         # On a CPU vLLM's language model of Kimi-VL answers several prompts of one step wrongly, texts too.
         "one_by_one": family == "kimi_vl",
         "calls": CALL if family == "qwen3_vl" else None,

@@ -77,6 +77,10 @@ class Case:
     name: str
     parts: tuple[str | int | Clip, ...]
 
+    @property
+    def clips(self) -> list[Clip]:
+        return [part for part in self.parts if isinstance(part, Clip)]
+
 
 CASES = (
     Case("one image", (0, "What is in the picture?")),

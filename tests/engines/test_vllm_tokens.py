@@ -17,7 +17,17 @@ from bench.harness.engine_checkpoints import MIXTURES, TOWER_PREFIXES
 from bench.harness.vllm import Encoder
 from bench.harness.waiting import wait_until
 from tests.engines.agreement import agree, compared, of_response
-from tests.engines.conftest import CALL, DTYPES, FAMILIES, FURTHER, OPTIONS, SAMPLING, TOOLS
+from tests.engines.conftest import (
+    CALL,
+    DTYPES,
+    FAMILIES,
+    FURTHER,
+    GLM,
+    SAMPLING,
+    TOOLS,
+    clip_cases,
+    options_of,
+)
 from tests.engines.pictures import CASES, CLIP_CASES, TEXT, picture, with_pixels
 from tests.engines.stack import Stack, chat_body, figures_of, metric
 
@@ -25,6 +35,14 @@ pytestmark = pytest.mark.timeout(600)
 with_clips = pytest.mark.parametrize(
     "family",
     ["qwen3_vl", pytest.param("qwen3_5", marks=pytest.mark.extended)],
+    indirect=True,
+    scope="session",
+)
+
+
+with_glm = pytest.mark.parametrize(
+    "family",
+    [FAMILIES[0], *(pytest.param(name, marks=pytest.mark.extended) for name in (*FAMILIES[1:], *GLM))],
     indirect=True,
     scope="session",
 )
@@ -48,6 +66,7 @@ def test_rows_give_the_tokens_of_the_tower(
         agree(tower["answers"], found, DTYPES[family])
 
 
+@with_glm
 def test_no_vision_tower_is_loaded(
     family: str, tower: dict[str, Any], stack: Stack, checkpoints: dict[str, Path]
 ) -> None:
@@ -73,10 +92,11 @@ def test_other_pictures_would_be_noticed(
         agree(tower["others"], found, DTYPES[family])
 
 
+@with_glm
 def test_processor_options_of_a_request(
     family: str, tower: dict[str, Any], images: list[bytes], stack: Stack
 ) -> None:
-    for (number, options), expected in zip(OPTIONS, tower["with_options"], strict=False):
+    for (number, options), expected in zip(options_of(family), tower["with_options"], strict=False):
         found = stack.answer(with_pixels(CASES[number], images), mm_processor_kwargs=options)
         compared(expected, found, DTYPES[family])
     refused = stack.chat(with_pixels(CASES[0], images), mm_processor_kwargs={"do_resize": False})
@@ -84,13 +104,18 @@ def test_processor_options_of_a_request(
     assert "do_resize" in refused.text
 
 
-@with_clips
+@pytest.mark.parametrize(
+    "family",
+    ["qwen3_vl", *(pytest.param(name, marks=pytest.mark.extended) for name in ("qwen3_5", *GLM))],
+    indirect=True,
+    scope="session",
+)
 def test_clips_give_the_tokens_of_the_tower(
     family: str, tower: dict[str, Any], image_sets: list[list[bytes]], clips: list[bytes], stack: Stack
 ) -> None:
     """Alone, by two, and beside an image; all at once, and again out of vLLM's caches. Decoders differ in
     nothing here: the clips are lossless RGB."""
-    requests = [with_pixels(case, image_sets[0], clips) for case in CLIP_CASES]
+    requests = [with_pixels(case, image_sets[0], clips) for case in clip_cases(family)]
     with ThreadPoolExecutor(len(requests)) as pool:
         agree(tower["clips"], list(pool.map(stack.answer, requests)), DTYPES[family])
     found = [stack.answer(request) for request in requests]

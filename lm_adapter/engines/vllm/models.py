@@ -45,6 +45,9 @@ ARCHITECTURES = {
     "KimiK25ForConditionalGeneration": Model("kimi_k25", "kimi"),
     "KimiVLForConditionalGeneration": Model("kimi_vl", "kimi_images"),
     "KimiK3ForConditionalGeneration": Model("vllm.models.kimi_k3", "kimi_images"),
+    "Glm4vForConditionalGeneration": Model("glm4_1v", "glm"),
+    "Glm4vMoeForConditionalGeneration": Model("glm4_1v", "glm"),
+    "GlmOcrForConditionalGeneration": Model("glm_ocr", "glm"),
 }
 """By architecture. The class here has the architecture's name."""
 

@@ -17,7 +17,7 @@ from lm_adapter.engines.shared.geometry import Geometry
 from lm_adapter.errors import EncoderError, InvalidRequest, InvalidRows, ItemFailed
 from lm_adapter.items import ClipItem, Grid, PreprocessOptions
 from lm_adapter.keys import content_digest
-from lm_adapter.prefill.clip_texts import qwen_patch_times
+from lm_adapter.prefill.clip_texts import glm_patch_times, qwen_patch_times
 
 SAMPLING = ("fps", "min_frames", "max_frames")
 """Names in vLLM's ``media_io_kwargs`` for which the encoder has options."""
@@ -69,7 +69,8 @@ class ClipFile:
                 f"{max_tokens} (max_model_len)",
                 reason="ROWS_TOO_LARGE",
             )
-        times_s = qwen_patch_times(status.timestamps_s)
+        patch_times = glm_patch_times if geometry.family.startswith("glm") else qwen_patch_times
+        times_s = patch_times(status.timestamps_s)
         if len(times_s) != status.grid_thw.t:
             return InvalidRows(
                 "timestamps_s",

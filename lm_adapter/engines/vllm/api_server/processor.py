@@ -1,7 +1,7 @@
 """vLLM's processors for undecoded files: grid, placeholders, and the file in the request.
 
 Owns what replaces the reference processor and the dummy inputs, for Qwen3-VL and the models with its
-processor; ``kimi`` has the same for Kimi-K2.5, ``qwen3_omni`` for Qwen3-Omni. vLLM's own code computes an
+processor; ``kimi``, ``qwen3_omni`` and ``glm`` have the same for their models. vLLM's own code computes an
 image's grid from its header, as in the reference; the scheduler compares it with the encoder's. A clip's grid
 is in the encoder's answer. vLLM's own code makes the tokens between a clip's frames, and prepares pixels that
 the client has decoded.
@@ -10,8 +10,8 @@ the client has decoded.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol, TypeAlias
+from collections.abc import Callable, Mapping, Set
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 import torch
 from transformers.feature_extraction_utils import BatchFeature
@@ -75,12 +75,12 @@ def factories(theirs: Any, name: str) -> tuple[Factory, Factory, Factory]:
     parent = getattr(module, name.replace("ForConditionalGeneration", "ProcessingInfo"))
     return (
         choice(Qwen3VLFileProcessor, qwen3_vl.Qwen3VLMultiModalProcessor),
-        choice(_file_info(parent), parent),
+        choice(file_info(parent), parent),
         choice(FileDummyInputsBuilder, qwen3_vl.Qwen3VLDummyInputsBuilder),
     )
 
 
-def _file_info(parent: Any) -> type:
+def file_info(parent: Any) -> type:
     """The family's ProcessingInfo, with a parser for files."""
 
     class FileProcessingInfo(parent):  # type: ignore[misc]
@@ -114,7 +114,13 @@ class FileDummyInputsBuilder(qwen3_vl.Qwen3VLDummyInputsBuilder):  # type: ignor
         return [ClipFile(b"", grid=grid, patch_times_s=(0.0,) * depth)] * num_videos
 
 
-class Qwen3VLFileProcessor(qwen3_vl.Qwen3VLMultiModalProcessor):  # type: ignore[misc]
+class FileProcessing:
+    """What a processor for files does in place of its parent, which is one of vLLM's. size_options: the
+    options of a request for images."""
+
+    size_options: ClassVar[Set[str]] = SIZE_OPTIONS
+    info: Any
+
     def _apply_hf_processor_main(
         self, mm_items: Mapping[str, FileProcessorItems], hf_kwargs: Mapping[str, object]
     ) -> BatchFeature:
@@ -166,15 +172,19 @@ class Qwen3VLFileProcessor(qwen3_vl.Qwen3VLMultiModalProcessor):  # type: ignore
         }
         # Inside a scope: outside of it vLLM turns these options off.
         normalised = {name: {**scope, **dict.fromkeys(VLLMS_OWN, True)} for name, scope in scopes.items()}
-        return super()._apply_hf_processor_main(MultiModalDataItems(items), {**hf_kwargs, **normalised})
+        parent: Any = super()
+        prepared: BatchFeature = parent._apply_hf_processor_main(
+            MultiModalDataItems(items), {**hf_kwargs, **normalised}
+        )
+        return prepared
 
     def _image_options(self, hf_kwargs: Mapping[str, object]) -> PreprocessOptions:
         """Raises ValueError for options that the encoder does not have."""
         options = self._options("images_kwargs", hf_kwargs)
-        unknown = set(options) - SIZE_OPTIONS
+        unknown = set(options) - self.size_options
         if unknown:
             raise ValueError(
-                f"mm_processor_kwargs has {sorted(unknown)}, the encoder takes {sorted(SIZE_OPTIONS)}"
+                f"mm_processor_kwargs has {sorted(unknown)}, the encoder takes {sorted(self.size_options)}"
             )
         return PreprocessOptions(**given_sizes(options))
 
@@ -225,3 +235,7 @@ class Qwen3VLFileProcessor(qwen3_vl.Qwen3VLMultiModalProcessor):  # type: ignore
             "timestamps": of_clips,
             CLIP_FIELD: of_clips,
         }
+
+
+class Qwen3VLFileProcessor(FileProcessing, qwen3_vl.Qwen3VLMultiModalProcessor):  # type: ignore[misc]
+    """Qwen3-VL's and Qwen3.5's."""

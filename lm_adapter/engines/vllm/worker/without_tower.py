@@ -49,10 +49,11 @@ def without_tower(parent: Any) -> type:
                 # Where this is on, vLLM 0.33 asks for the stage of the pipeline too.
                 use_v2_model_runner=False,
             )
-            before = set(self._modules)
+            before = dict(self._modules)
             with super()._mark_tower_model(stand_in, modalities, **kwargs):
                 yield
-            missing = [self._modules[name] for name in set(self._modules) - before]
+            # A class may replace the tower that its parent has made.
+            missing = [layer for name, layer in self._modules.items() if layer is not before.get(name)]
             num_bytes = sum(
                 parameter.numel() * parameter.element_size()
                 for layer in missing
