@@ -502,3 +502,27 @@ def as_kimi_k25(checkpoint: Path, twin: Path) -> Path:
         path.unlink()
     save_file(tensors, twin / "model.safetensors", metadata={"format": "pt"})
     return twin
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("glm", ["glm4v", "glm_ocr"])
+def test_glms_tokens_are_those_of_transformers(glm: str, tmp_path: Path, images: list[bytes]) -> None:
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", glm)
+    reference = Reference(checkpoint)
+    image = "<|begin_of_image|><|image|><|end_of_image|>"
+    test_grids_are_the_processors_own(checkpoint)
+    with (
+        running_encoder(checkpoint, tmp_path) as encoder,
+        Sglang(checkpoint, tmp_path, LANGUAGE_MODEL, plugin_variables(encoder.target)) as server,
+    ):
+        assert "is built without a vision tower" in server.log
+        for text, sent in (
+            ("What is a wave?", []),
+            (f"{image}What is it?", images[:1]),
+            (f"First {image} then {image}", images[1:]),
+        ):
+            prompt_text = f"[gMASK]<sop><|user|>\n{text}<|assistant|>\n"
+            assert server.tokens(prompt_text, sent) == reference.tokens(prompt_text, sent)
+            assert not sent or reference.needs_rows(prompt_text, sent)
+        refused = server.generate(f"{image}What?", images[:1], video_data=["data:video/mp4;base64,AAAA"])
+        assert refused.status_code == 400

@@ -20,6 +20,10 @@ SERVED: Mapping[str, str] = {
     "InternS2PreviewForConditionalGeneration": "interns2preview",
     "KimiVLForConditionalGeneration": "kimi_vl",
     "KimiK3ForConditionalGeneration": "kimi_k3",
+    "Glm4vForConditionalGeneration": "glm4v",
+    "Glm4vMoeForConditionalGeneration": "glm4v_moe",
+    "GlmOcrForConditionalGeneration": "glm_ocr",
+    "Glm5NextForConditionalGeneration": "glm5_next",
 }
 """A model's class -> its module in ``sglang.srt.models``. Intern-S1-Pro is not among them: SGLang 0.5.23
 cannot build its class (``InternS1ProTextDecoderLayer`` does not take ``start_layer``)."""
@@ -29,6 +33,10 @@ TOWERS: Mapping[str, tuple[str, ...]] = {
     "qwen3_omni_moe": ("Qwen3OmniMoeVisionEncoder", "Qwen3OmniMoeAudioEncoder"),
     "kimi_vl": ("MoonVitPretrainedModel", "KimiVLMultiModalProjector"),
     "kimi_k3": ("KimiK3VisionTower", "KimiK3MultiModalProjector"),
+    "glm4v": ("Glm4vVisionModel",),
+    "glm4v_moe": ("Glm4vVisionModel",),
+    "glm_ocr": ("GlmOcrVisionModel",),
+    "glm5_next": ("Glm5NextVisionModel",),
 }
 """Module -> the names in it by which constructors of models find their tower."""
 TOWER_PREFIXES = (
@@ -39,6 +47,16 @@ TOWER_PREFIXES = (
 KIMI_GRIDS = ("kimi_k25", "kimi_k3")
 """model_type of the models whose images keep their size up to a budget of patches. All others round sides to
 whole merge blocks, within limits of the area."""
+
+GLM = ("glm4v", "glm4v_moe", "glm46v", "glm_ocr", "glm5_next")
+"""model_type of the models with GLM's grids and marks around an image."""
+
+
+def image_marks(model_type: str) -> tuple[str, str]:
+    """The texts around an image's placeholder in a prompt, of all models but Kimi's."""
+    if model_type in GLM:
+        return "<|begin_of_image|>", "<|end_of_image|>"
+    return "<|vision_start|>", "<|vision_end|>"
 
 
 def served_classes() -> tuple[type, ...]:

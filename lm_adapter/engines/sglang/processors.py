@@ -25,7 +25,7 @@ from sglang.srt.multimodal.processors.kimi_k25 import navit_resize_config
 from sglang.srt.utils.common import CLIENT_MEDIA_EXCEPTIONS, ImageData
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
-from lm_adapter.engines.sglang.families import KIMI_GRIDS, SERVED, served_classes
+from lm_adapter.engines.sglang.families import GLM, KIMI_GRIDS, SERVED, image_marks, served_classes
 from lm_adapter.engines.sglang.prompt import ImagePrompt, with_image_sizes, with_placeholders
 from lm_adapter.engines.sglang.rows import RowReader
 from lm_adapter.engines.sglang.settings import LOADERS, Settings, check_loaded, read_settings
@@ -33,6 +33,7 @@ from lm_adapter.engines.shared.checkpoint import VisionInterface, vision_interfa
 from lm_adapter.engines.shared.error_text import message_of, status_of
 from lm_adapter.engines.shared.first_contact import start_of
 from lm_adapter.engines.shared.geometry import Geometry
+from lm_adapter.engines.shared.glm_grids import glm_grid
 from lm_adapter.engines.shared.images import ImageFile
 from lm_adapter.engines.shared.kimi import kimi_vl_grid
 from lm_adapter.errors import EncoderError, InvalidRequest
@@ -125,7 +126,8 @@ class FileProcessor(BaseMultimodalProcessor):  # type: ignore[misc]
             return list(input_text)
         image_text = self._placeholder
         if self._interface.model_type not in KIMI_GRIDS:
-            image_text = f"<|vision_start|>{image_text}<|vision_end|>"
+            start, end = image_marks(self._interface.model_type)
+            image_text = f"{start}{image_text}{end}"
         ids: list[int] = self._tokenizer.encode(with_placeholders(input_text, self._placeholder, image_text))
         return ids
 
@@ -236,6 +238,8 @@ def grid_rule(interface: VisionInterface, hf_config: Any, processor: Any) -> Cal
             merge_size=interface.merge_size,
             max_patches=theirs.in_token_limit,
         )
+    if interface.model_type in GLM:
+        return lambda image: glm_grid(processor.image_processor, image.height, image.width)
     patch_size = getattr(hf_config, "thinker_config", hf_config).vision_config.patch_size
     size = processor.image_processor.size
 

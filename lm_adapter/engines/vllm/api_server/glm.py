@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from transformers.models.glm4v.image_processing_glm4v import smart_resize
 from vllm.model_executor.models import glm4_1v
 
+from lm_adapter.engines.shared.glm_grids import glm_grid
 from lm_adapter.engines.shared.images import ImageFile
 from lm_adapter.engines.vllm.api_server.clips import ClipFile
 from lm_adapter.engines.vllm.api_server.parser import Decoded, FileProcessorItems
@@ -28,19 +28,9 @@ class GlmFileProcessor(FileProcessing, glm4_1v.Glm4vMultiModalProcessor):  # typ
 
     def _image_grid(self, image: ImageFile, hf_kwargs: Mapping[str, object]) -> list[int]:
         """t, h, w in patches, by the reference's own rule: vLLM's leaves the least size out."""
-        processor = self.info.get_image_processor()
         requested = given_sizes(self._options("images_kwargs", hf_kwargs))
-        temporal, patch_size = processor.temporal_patch_size, processor.patch_size
-        height, width = smart_resize(
-            num_frames=temporal,
-            height=image.height,
-            width=image.width,
-            temporal_factor=temporal,
-            factor=patch_size * processor.merge_size,
-            min_pixels=requested.get("min_pixels", processor.size["shortest_edge"]),
-            max_pixels=requested.get("max_pixels", processor.size["longest_edge"]),
-        )
-        return [1, height // patch_size, width // patch_size]
+        limits = (requested.get(name, 0) for name in ("min_pixels", "max_pixels"))
+        return list(glm_grid(self.info.get_image_processor(), image.height, image.width, *limits))
 
     def _get_prompt_updates(
         self,
