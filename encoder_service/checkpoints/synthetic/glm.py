@@ -30,8 +30,9 @@ FULL_TOWERS = {
         "projection_intermediate_size": 10240,
     },
 }
-# Hidden size, layers, heads, key-value heads, head dim, intermediate size.
-LANGUAGE_MODELS = {"tiny": (64, 3, 4, 2, 32, 128), "small": (256, 4, 4, 2, 64, 768)}
+# Hidden size, layers, heads, key-value heads, head dim, intermediate size. GLM-4.1V's heads are together as
+# wide as the model.
+LANGUAGE_MODELS = {"tiny": (64, 3, 2, 1, 32, 128), "small": (256, 4, 4, 2, 64, 768)}
 FULL_LANGUAGE_MODELS = {
     "glm4v": (4096, 2, 32, 2, 128, 4096),
     "glm_ocr": (1536, 2, 16, 8, 128, 4608),
@@ -45,6 +46,9 @@ def set_sizes(config: dict[str, Any], size: str) -> None:
     names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
     text |= dict(zip((*names, "intermediate_size"), sizes, strict=True))
     vision["out_hidden_size"] = text["hidden_size"]
+    if family == "glm_ocr":
+        # As published: vLLM takes it for the width of the merger's MLP, which is three times the rows'.
+        text["intermediate_size"] = 3 * text["hidden_size"]
     if family == "glm5_next":
         del text["head_dim"]  # latent attention without rotary positions
         text["num_key_value_heads"] = text["num_attention_heads"]

@@ -48,6 +48,7 @@ ARCHITECTURES = {
     "Glm4vForConditionalGeneration": Model("glm4_1v", "glm"),
     "Glm4vMoeForConditionalGeneration": Model("glm4_1v", "glm"),
     "GlmOcrForConditionalGeneration": Model("glm_ocr", "glm"),
+    "Glm5NextForConditionalGeneration": Model("vllm.models.glm5next", "glm"),
 }
 """By architecture. The class here has the architecture's name."""
 

@@ -1,4 +1,4 @@
-"""vLLM's processor of GLM-4.1V, 4.5V, 4.6V and GLM-OCR for undecoded files, as ``processor`` for Qwen.
+"""vLLM's processors of GLM for undecoded files, as ``processor`` for Qwen.
 
 vLLM writes a clip's frames as images with their seconds between them, in whole seconds for all of these
 models. Its own code writes the tokens here too, from the times that the encoder states.
@@ -6,6 +6,7 @@ models. Its own code writes the tokens here too, from the times that the encoder
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,7 +24,9 @@ TIMES = "patch_times_s"
 """Key of a clip's metadata, in place of the frames that vLLM would take the times of."""
 
 
-class GlmFileProcessor(FileProcessing, glm4_1v.Glm4vMultiModalProcessor):  # type: ignore[misc]
+class GlmFileProcessing(FileProcessing):
+    """Takes the area of ``size`` as an option, which GLM-5.3-Flash's reference does not have."""
+
     size_options = frozenset({"size"})
 
     def _image_grid(self, image: ImageFile, hf_kwargs: Mapping[str, object]) -> list[int]:
@@ -40,7 +43,8 @@ class GlmFileProcessor(FileProcessing, glm4_1v.Glm4vMultiModalProcessor):  # typ
     ) -> Sequence[Any]:
         """vLLM's own, which takes frames and metadata of a clip."""
         clips = mm_items["video"].get_all() if "video" in mm_items else ()
-        updates: Sequence[Any] = super()._get_prompt_updates(
+        parent: Any = super()
+        updates: Sequence[Any] = parent._get_prompt_updates(
             {"video": [_frames(clip) for clip in clips]}, hf_processor_mm_kwargs, out_mm_kwargs
         )
         return updates
@@ -99,10 +103,17 @@ class GlmFileDummyInputs(glm4_1v.Glm4vDummyInputsBuilder):  # type: ignore[misc]
         return [ClipFile(b"", grid=grid, patch_times_s=(0.0,) * depth)] * num_videos
 
 
-def factories(_theirs: Any, _architecture: str) -> tuple[Factory, Factory, Factory]:
-    """Factories of processor, ProcessingInfo and dummy inputs. Arguments as in ``processor``."""
+def factories(theirs: Any, architecture: str) -> tuple[Factory, Factory, Factory]:
+    """Factories of processor, ProcessingInfo and dummy inputs. theirs: vLLM's module."""
+    processor, info = glm4_1v.Glm4vMultiModalProcessor, glm4_1v.Glm4vProcessingInfo
+    options: dict[str, Any] = {}
+    if architecture == "Glm5NextForConditionalGeneration":
+        own = importlib.import_module(f"{theirs.__name__}.common.multimodal")
+        processor, info = own.Glm5NextMultiModalProcessor, own.Glm5NextProcessingInfo
+        options = {"size_options": frozenset()}
+    ours = type("GlmFileProcessor", (GlmFileProcessing, processor), options)
     return (
-        choice(GlmFileProcessor, glm4_1v.Glm4vMultiModalProcessor),
-        choice(glm_info(glm4_1v.Glm4vProcessingInfo), glm4_1v.Glm4vProcessingInfo),
+        choice(ours, processor),
+        choice(glm_info(info), info),
         choice(GlmFileDummyInputs, glm4_1v.Glm4vDummyInputsBuilder),
     )

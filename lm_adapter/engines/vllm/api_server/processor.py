@@ -156,7 +156,8 @@ class FileProcessing:
         if isinstance(clip, Decoded):
             prepared = self._prepared({"video": VideoProcessorItems([clip.media])}, hf_kwargs)
             grid = Grid(*prepared["video_grid_thw"][0].tolist())
-            times_s = list(map(float, prepared["timestamps"][0]))
+            # GLM's processor makes the texts of the metadata, not of a field.
+            times_s = list(map(float, prepared.get("timestamps", [()])[0]))
             return list(grid), times_s, pixel_tensor(prepared["pixel_values_videos"], grid, Modality.VIDEO)
         self._check_clip_options(hf_kwargs)
         return (

@@ -49,6 +49,8 @@ WITHOUT_CLIPS = {
 }
 """vLLM looks for ``split_video_chunks`` in the processors of Kimi-K2.5 and Qwen3-Omni, which none of them has;
 the others take no clips."""
+CLIP_PIXELS = {"Glm5NextForConditionalGeneration": 30_000 * 2 * 28**2}
+"""vLLM's own limit of a clip, where it is below the checkpoint's: 30,000 tokens."""
 
 
 WATCH_S = 5.0
@@ -125,7 +127,9 @@ class ApiServer:
         self._announced = Announced()
         self._metrics: EncoderMetrics | None = None
         takes_clips = model_config.architecture not in WITHOUT_CLIPS
-        self.clip_sizes: Mapping[str, int] | None = _clip_sizes(options) if takes_clips else None
+        cap = CLIP_PIXELS.get(model_config.architecture)
+        sizes = {} if cap is None else {"max_pixels": cap}
+        self.clip_sizes: Mapping[str, int] | None = sizes | _clip_sizes(options) if takes_clips else None
 
     def report_to(self, metrics: EncoderMetrics) -> None:
         """Gives these metrics, in place of earlier ones, what this process knows. Can be repeated."""
