@@ -15,6 +15,17 @@ import numpy as np
 import torch
 
 from encoder_service.ingest.decode import DecodeLimits
+from encoder_service.ingest.glm import (
+    Glm5NextClips,
+    Glm5NextPreprocessor,
+    Glm5NextSettings,
+    GlmClips,
+    GlmPreprocessor,
+    GlmVideoSettings,
+    glm4v_indices,
+    glm5_next_indices,
+    glm46v_indices,
+)
 from encoder_service.ingest.moonvit import MoonViTClips, MoonViTPreprocessor, moonvit_indices
 from encoder_service.ingest.preprocessor import Preprocessor
 from encoder_service.ingest.qwen3_omni import OmniClips, omni_indices
@@ -33,7 +44,12 @@ from encoder_service.types import PreprocessOptions as ServiceOptions
 from lm_adapter.errors import InvalidRequest, MappingFailed
 from lm_adapter.items import FramesItem, Grid, Modality, PreprocessOptions
 from lm_adapter.keys import content_digest, frames_digest, item_key, pixels_digest
-from lm_adapter.prefill.clip_texts import kimi_chunk_texts, qwen_frame_texts, qwen_patch_times
+from lm_adapter.prefill.clip_texts import (
+    glm_frame_texts,
+    kimi_chunk_texts,
+    qwen_frame_texts,
+    qwen_patch_times,
+)
 from lm_adapter.prefill.mrope import MRopePositions, mrope_positions
 from lm_adapter.prefill.placeholders import ExpandedPrompt, expand_placeholders, prompt_item
 from lm_adapter.prefill.prefix_cache import PadScheme, pad_id, restore_placeholders
@@ -284,6 +300,45 @@ def answer_grid(asked: Asked) -> Asked:
     ]
     rows = [count for item in items for count in item.unit_rows]
     return {"grids": [list(grid) for grid in grids], "rows": rows}
+
+
+def answer_glm_grid(asked: Asked) -> Asked:
+    height, width, is_clip = asked["height"], asked["width"], asked["modality"] == "video"
+    sizes = asked["patch_size"], asked["merge_size"], asked["temporal_patch_size"]
+    is_next = asked["family"] == "glm5_next"
+    if is_next:
+        pixels = asked["temporal_patch_size"] * (asked["patch_size"] * asked["merge_size"]) ** 2
+        least, most = (asked[name] * pixels for name in ("min_image_tokens", "max_image_tokens"))
+        settings: QwenVLSettings = Glm5NextSettings(*sizes, least, most, PIXELS, 1)
+    else:
+        least, most = asked["min_pixels"], asked["max_pixels"]
+        settings = QwenVLSettings(*sizes, least, most, PIXELS)
+    if is_clip:
+        rules = Glm5NextClips if is_next else GlmClips
+        video = GlmVideoSettings(least, most, fps=2.0, max_duration_s=300.0, max_frames=None)
+        grid = rules(video, settings, ClipLimits()).sized(asked["num_frames"], height, width, PLAIN).grid
+    else:
+        preprocessor = (Glm5NextPreprocessor if is_next else GlmPreprocessor)(settings, IMAGE_LIMITS)
+        grid = preprocessor.plan_image(height, width, PLAIN).grid
+    modality = Modality(asked["modality"])
+    item = prompt_item(grid, placeholder_id=0, merge_size=2, modality=modality, merges_time=False)
+    return {"grid": list(grid), "rows": list(item.unit_rows)}
+
+
+def answer_glm_clip(asked: Asked) -> Asked:
+    """With the published settings of each model."""
+    source = asked["num_source_frames"], asked["source_fps"]
+    if asked["family"] == "glm4v":
+        indices = glm4v_indices(*source, fps=2.0, max_duration_s=300.0)
+    elif asked["family"] == "glm46v":
+        indices = glm46v_indices(*source, temporal=2)
+    else:
+        indices = glm5_next_indices(*source, fps=2.0, max_frames=2048, max_duration_s=None)
+    times = timestamps_of(indices, asked["source_fps"])
+    return {
+        "indices": indices,
+        "texts": glm_frame_texts(times, whole_seconds=asked["family"] == "glm4v"),
+    }
 
 
 def prompt_of(asked: Asked) -> ExpandedPrompt:

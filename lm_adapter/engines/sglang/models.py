@@ -29,7 +29,7 @@ logger = logging.getLogger("sglang.vision_encoder")
 class NoTower(nn.Module):
     """Replaces a tower: it has no parameters, only the attributes that models read of a tower."""
 
-    def __init__(self, config: Any, *_args: Any, **_kwargs: Any) -> None:
+    def __init__(self, config: Any = None, *_args: Any, **_kwargs: Any) -> None:
         super().__init__()
         self.deepstack_visual_indexes = getattr(config, "deepstack_visual_indexes", [])
 
