@@ -19,7 +19,14 @@ WARM, COOL, DEEP = "#d1570d", "#64788f", "#7d2181"
 MIB = 1 << 20
 
 # Families and variants in the order of the chart. The reference has cool colours, our variants warm ones.
-FAMILIES = {"qwen3_vl": "Qwen3-VL", "qwen3_5": "Qwen3.5", "kimi_k25": "Kimi-K2.5"}
+FAMILIES = {
+    "qwen3_vl": "Qwen3-VL",
+    "qwen3_5": "Qwen3.5",
+    "kimi_k25": "Kimi-K2.5",
+    "glm4v": "GLM-4.1V",
+    "glm_ocr": "GLM-OCR",
+    "glm5_next": "GLM-5.3-Flash",
+}
 CASE_ORDER = ("1x256", "1x448", "1x1024", "8x1024", "32x448", "mixed", "clip")
 VARIANT_STYLES = {
     "ref_sdpa": ("reference, SDPA", "#c3c9d1", "v"),

@@ -21,6 +21,7 @@ DEVICE_CODE = (
 ENGINE_CODE = (
     "lm_adapter.engines.sglang.models",
     "lm_adapter.engines.sglang.processors",
+    "lm_adapter.engines.vllm.api_server.glm",
     "lm_adapter.engines.vllm.api_server.kimi",
     "lm_adapter.engines.vllm.api_server.kimi_images",
     "lm_adapter.engines.vllm.api_server.media",

@@ -124,6 +124,14 @@ def test_kimi_placeholders_in_both_spellings() -> None:
         vision_interface({"model_type": "kimi_k25"})
 
 
+@pytest.mark.parametrize("family", ["glm4v", "glm_ocr", "glm5_next"])
+def test_frames_of_glms_clips_have_the_placeholder_of_images(family: str) -> None:
+    config = config_for(family, "tiny")
+    interface = vision_interface(config)
+    assert interface.placeholder_ids == (config["image_token_id"],) * 2
+    assert interface.uses_mrope == (family != "glm5_next")
+
+
 MOE_TEXT = {
     "num_experts": 4,
     "num_experts_per_tok": 2,

@@ -76,7 +76,9 @@ def test_a_folder_with_only_what_the_tower_needs(
     folder = fetch(MODEL, hub)
     assert fingerprint(folder) == fingerprint(tmp_path / "c")
     load_preprocessor(folder, family, DecodeLimits(1 << 20, 1 << 20))
-    settings = {"preprocessor_config.json", "video_preprocessor_config.json"} & model.files.keys()
+    settings = {
+        f"{name}_config.json" for name in ("preprocessor", "video_preprocessor", "processor")
+    } & model.files.keys()
     assert {path.name for path in folder.iterdir()} == {"config.json", "model.safetensors", *settings}
     vision = load_file(folder / "model.safetensors")
     num_bytes = sum(tensor.nbytes for tensor in vision.values())

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 
 from encoder_service.checkpoints.synthetic import small_files
-from encoder_service.errors import CheckpointError, UnsupportedCheckpoint
+from encoder_service.errors import CheckpointError, InvalidOption, UnsupportedCheckpoint
 from encoder_service.ingest.decode import DecodeLimits
 from encoder_service.ingest.moonvit import MoonViTPreprocessor
 from encoder_service.ingest.qwen_vl import QwenVLPreprocessor
 from encoder_service.ingest.registry import FAMILIES, load_preprocessor
 from encoder_service.ingest.settings import MoonViTSettings, Normalisation, QwenVLSettings
+from encoder_service.types import PreprocessOptions
 
 LIMITS = DecodeLimits(max_encoded_bytes=1 << 20, max_image_pixels=1 << 20)
 HALF = [0.5, 0.5, 0.5]
@@ -241,3 +242,63 @@ def test_fingerprints_cover_every_setting_and_nothing_else(tmp_path: Path) -> No
     drop = load_preprocessor(write(tmp_path, QWEN), "qwen3_vl", LIMITS, transparent="drop").fingerprint
     assert drop.hex() == "47414e82808309af5d3b57e6a0cb276615e827dcd765f3b1973271f280bcc901"
     assert prints[0].hex() == "93e2519f351f7092be26ba145fbb0b0658d9db5eea666547c45024f63d0ce3c6"
+
+
+GLM = QWEN | {"patch_size": 14, "image_processor_type": "Glm4vImageProcessorFast"}
+GLM5_PART = {
+    **STATISTICS, "patch_size": 14, "merge_size": 2, "temporal_patch_size": 2, "min_image_tokens": 16,
+    "max_image_tokens": 80,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "rules"),
+    [
+        ("glm4v", "Glm4vVideoProcessor", "glm4v_video.1"),
+        ("glm4v", "Glm46VVideoProcessor", "glm46v_video.1"),
+        ("glm_ocr", "Glm46VVideoProcessor", "glm46v_video.1"),
+        ("glm4v", None, "glm4v_video.1"),
+    ],
+)
+def test_the_named_processor_decides_how_glm_samples_clips(
+    family: str, name: str | None, rules: str, tmp_path: Path
+) -> None:
+    """GLM-4.6V has GLM-4.5V's model_type. Without a file for clips, the class for images names the one."""
+    write(tmp_path, GLM)
+    if name is not None:
+        write(
+            tmp_path, GLM | {"video_processor_type": name, "num_frames": 16}, "video_preprocessor_config.json"
+        )
+    clips = load_preprocessor(tmp_path, family, LIMITS).clips
+    assert clips is not None
+    assert clips.rules == rules
+
+
+def test_glm_settings_that_cannot_be_are_refused_by_name(tmp_path: Path) -> None:
+    write(tmp_path, GLM | {"video_processor_type": "GlmgaVideoProcessor"})
+    with pytest.raises(
+        UnsupportedCheckpoint, match="video_processor_type = 'GlmgaVideoProcessor', needs Glm4v"
+    ):
+        load_preprocessor(tmp_path, "glm4v", LIMITS)
+    for changed, words in (
+        ({"min_image_tokens": 90}, "min_image_tokens = 90, needs at most max_image_tokens = 80"),
+        ({"max_image_tokens": None}, "lacks max_image_tokens"),
+    ):
+        both = dict.fromkeys(("image_processor", "video_processor"), GLM5_PART | changed)
+        write(tmp_path, both, "processor_config.json")
+        with pytest.raises(UnsupportedCheckpoint, match=words):
+            load_preprocessor(tmp_path, "glm5_next", LIMITS)
+    write(
+        tmp_path,
+        {"image_processor": GLM5_PART, "video_processor": GLM5_PART | {"patch_expand_factor": 2}},
+        "processor_config.json",
+    )
+    with pytest.raises(UnsupportedCheckpoint, match="patch_expand_factor = 2, needs 1, as images have"):
+        load_preprocessor(tmp_path, "glm5_next", LIMITS)
+
+
+def test_a_limit_below_one_block_is_refused_with_both_numbers(tmp_path: Path) -> None:
+    both = dict.fromkeys(("image_processor", "video_processor"), GLM5_PART)
+    preprocessor = load_preprocessor(write(tmp_path, both, "processor_config.json"), "glm5_next", LIMITS)
+    with pytest.raises(InvalidOption, match="max_pixels is 1000, 2 frames of one block have 1568"):
+        preprocessor.plan_image(50, 60, PreprocessOptions(max_pixels=1000))

@@ -158,6 +158,14 @@ def test_rope_theta_and_projector_eps_come_from_the_file() -> None:
         ("kimi_k3", ".qkv_hidden_size", None, "lacks qkv_hidden_size"),
         ("kimi_k3", ".qkv_hidden_size", 90, "4 heads over 90 elements"),
         ("kimi_k3", ".text_hidden_size", 32, "are 32 wide, text_config.hidden_size is 64"),
+        ("glm4v", ".hidden_act", "gelu", "hidden_act = 'gelu', needs 'silu'"),
+        ("glm4v", ".attention_bias", True, "attention_bias = True, needs False"),
+        ("glm4v", ".image_size", 225, "image_size = 225, needs a whole multiple of patch_size"),
+        ("glm4v", ".out_hidden_size", 96, "are 96 wide, text_config.hidden_size is 64"),
+        ("glm_ocr", ".attention_bias", False, "attention_bias = False, needs True"),
+        ("glm_ocr", ".rms_norm_eps", None, "lacks rms_norm_eps"),
+        ("glm5_next", ".projection_intermediate_size", None, "lacks projection_intermediate_size"),
+        ("glm5_next", ".swiglu_limit", 0, "swiglu_limit = 0, needs a finite number above 0"),
     ],
 )
 def test_what_no_tower_implements_is_refused_by_name(
