@@ -86,6 +86,13 @@ CALLED: Mapping[str, tuple[str, ...]] = {
         *("GenerationError(message)", "RetryableRequestError(message)", "VLLMValidationError"),
     ),
     f"{MODELS}.config": ("MODELS_CONFIG_MAP",),
+    f"{MODELS}.glm4_1v": (
+        *("Glm4vForConditionalGeneration", "Glm4vMoeForConditionalGeneration"),
+        *("Glm4vProcessingInfo.get_hf_config()", "Glm4vProcessingInfo.get_image_processor()"),
+        "Glm4vProcessingInfo._get_video_max_pixels()",
+        "Glm4vProcessingInfo._get_vision_info(image_width, image_height, num_frames, max_image_pixels)",
+    ),
+    f"{MODELS}.glm_ocr": ("GlmOcrForConditionalGeneration",),
     f"{MODELS}.interfaces": (
         *("SupportsLoRA.lora_skip_prefixes", "SupportsMultiModal._mark_tower_model(vllm_config, modalities)"),
     ),
@@ -196,6 +203,17 @@ OVERRIDDEN: Mapping[str, tuple[str, ...]] = {
     f"{MODELS}.config": (
         "VerifyAndUpdateConfig.verify_and_update_config(vllm_config)",
         "VerifyAndUpdateConfig.verify_and_update_model_config(model_config)",
+    ),
+    f"{MODELS}.glm4_1v": (
+        "Glm4vDummyInputsBuilder._get_dummy_images(width, height, num_images, overrides)",
+        "Glm4vDummyInputsBuilder._get_dummy_videos(width, height, num_frames, num_videos, overrides)",
+        "Glm4vForConditionalGeneration.embed_multimodal(kwargs)",
+        "Glm4vMultiModalProcessor._apply_hf_processor_main(mm_items, hf_kwargs)",
+        "Glm4vMultiModalProcessor._get_mm_fields_config(hf_inputs, hf_processor_mm_kwargs)",
+        "Glm4vMultiModalProcessor._get_prompt_updates(mm_items, hf_processor_mm_kwargs, out_mm_kwargs)",
+        "Glm4vProcessingInfo._get_video_second_idx_glm46v(metadata, total_frames)",
+        "Glm4vProcessingInfo._get_video_second_idx_glm4v(metadata, total_frames)",
+        "Glm4vProcessingInfo.get_data_parser()",
     ),
     f"{MODELS}.interfaces": ("SupportsMultiModal.embed_multimodal(kwargs)",),
     f"{MODELS}.kimi_k25": (
