@@ -27,7 +27,7 @@ from lm_adapter.prefill.prefix_cache import PadScheme, pad_id, restore_placehold
 
 IMAGE, VIDEO, MERGE = 900, 901, 2
 VOCAB_SIZE = 1000
-MODEL_CLASSES = {"qwen3_vl": "Qwen3VLModel", "qwen3_5": "Qwen3_5Model"}
+MODEL_CLASSES = {"qwen3_vl": "Qwen3VLModel", "qwen3_5": "Qwen3_5Model", "glm4v": "Glm4vModel"}
 Grid = tuple[int, int, int]
 Positions = npt.NDArray[np.int64]
 sweep = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
