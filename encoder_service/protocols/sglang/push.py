@@ -106,11 +106,11 @@ def pickled(value: Field) -> bytes:
             return EMPTY_LIST + MARK + b"".join(map(pickled, value)) + APPENDS
 
 
-def clip_times_s(item: EncodedItem) -> list[float]:
+def clip_times_s(item: EncodedItem, family: str) -> list[float]:
     """One time for each step t of a clip's grid: the middle of its first and last frame (SGLang's
     ``_calculate_timestamps``). Raises UnsupportedContent for a family whose clips SGLang does not take."""
     clip = item.clip
-    if clip is None or clip.chunk_grids:
+    if clip is None or clip.chunk_grids or family.startswith("glm"):  # GLM's would lack their times
         raise UnsupportedContent("SGLang takes no clips of this model from an encoder")
     frames_s, num_steps = list(clip.timestamps_s), item.grid.t
     num_frames = -(-len(frames_s) // num_steps)

@@ -270,7 +270,9 @@ class SglangServer:
 
     async def _frames(self, part: Part, items: Sequence[EncodedItem]) -> Sequence[bytes | memoryview]:
         """The message, with copies of the rows."""
-        times_s = [clip_times_s(item) for item in items] if part.modality is Modality.VIDEO else []
+        assert self._backend is not None
+        is_clip, family = part.modality is Modality.VIDEO, self._backend.pipeline.model.family
+        times_s = [clip_times_s(item, family) for item in items] if is_clip else []
         num_bytes = sum(item.spec.num_bytes for item in items)
         rows = await self._on_worker(num_bytes, torch.cat, [item.rows for item in items])
         return head_frame(part, [item.grid for item in items], times_s, rows), payload(rows)

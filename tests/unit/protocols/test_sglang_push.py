@@ -72,9 +72,15 @@ def clip_of(grid: Grid, *timestamps_s: float, chunk_grids: tuple[Grid, ...] = ()
 def test_p07_a_step_has_the_middle_of_its_frames_times(
     timestamps_s: tuple[float, ...], num_steps: int, expected: list[float]
 ) -> None:
-    assert clip_times_s(clip_of(Grid(num_steps, 4, 4), *timestamps_s)) == expected
+    assert clip_times_s(clip_of(Grid(num_steps, 4, 4), *timestamps_s), "qwen3_vl") == expected
 
 
 def test_clips_in_chunks_are_not_sglangs() -> None:
     with pytest.raises(UnsupportedContent, match="no clips of this model"):
-        clip_times_s(clip_of(Grid(2, 4, 4), 0.0, 0.5, chunk_grids=(Grid(2, 4, 4),)))
+        clip_times_s(clip_of(Grid(2, 4, 4), 0.0, 0.5, chunk_grids=(Grid(2, 4, 4),)), "kimi_k25")
+
+
+def test_clips_of_glm_are_refused() -> None:
+    """SGLang writes their rows into the prompt without the times between them."""
+    with pytest.raises(UnsupportedContent, match="no clips of this model"):
+        clip_times_s(clip_of(Grid(1, 4, 4), 0.0, 0.5), "glm5_next")
