@@ -10,9 +10,9 @@ from pathlib import Path
 
 from encoder_service.errors import UnsupportedCheckpoint
 from encoder_service.ingest.decode import DecodeLimits, Transparent
+from encoder_service.ingest.glm import glm4v_preprocessor, glm5_next_preprocessor
 from encoder_service.ingest.kimi_k3 import kimi_k3_preprocessor
 from encoder_service.ingest.kimi_vl import kimi_vl_preprocessor
-from encoder_service.ingest.glm import glm4v_preprocessor, glm5_next_preprocessor
 from encoder_service.ingest.moonvit import moonvit_preprocessor
 from encoder_service.ingest.preprocessor import Build, Preprocessor
 from encoder_service.ingest.qwen3_omni import qwen3_omni_preprocessor

@@ -38,7 +38,11 @@ from tests.parity.tower_cases import (
 from tests.published import MODELS, PUBLISHED
 from tests.unit.ingest import clip_files, image_files
 
-DEPTH = {"kimi_k25": "vt_num_hidden_layers", "kimi_vl": "num_hidden_layers", "kimi_k3": "vt_num_hidden_layers"}
+DEPTH = {
+    "kimi_k25": "vt_num_hidden_layers",
+    "kimi_vl": "num_hidden_layers",
+    "kimi_k3": "vt_num_hidden_layers",
+}
 NUM_BLOCKS = 2
 # Where the published files name code of their own, which has the rules of these.
 PROCESSORS = {"interns1_pro": ("Qwen2VLImageProcessor", "Qwen3VLVideoProcessor")}
@@ -91,6 +95,7 @@ def reference_processors(model: str) -> Processors:
             from transformers.models.qwen3_omni_moe.processing_qwen3_omni_moe import Qwen3OmniMoeProcessor
 
             # The files have no settings for clips: these are what the whole model's processor passes.
+            assert found.clips is not None
             found.clips.size = SizeDict(**Qwen3OmniMoeProcessor.videos_kwargs["size"])
             found.clips.fps = 2.0
         return found

@@ -47,8 +47,8 @@ WITHOUT_CLIPS = {
     *(f"Kimi{name}ForConditionalGeneration" for name in ("K25", "VL", "K3")),
     "Qwen3OmniMoeForConditionalGeneration",
 }
-"""vLLM looks for ``split_video_chunks`` in the processors of Kimi-K2.5 and Qwen3-Omni, which none of them has;
-the others take no clips."""
+"""vLLM looks for ``split_video_chunks`` in the processors of Kimi-K2.5 and Qwen3-Omni, which none of them
+has; the others take no clips."""
 CLIP_PIXELS = {"Glm5NextForConditionalGeneration": 30_000 * 2 * 28**2}
 """vLLM's own limit of a clip, where it is below the checkpoint's: 30,000 tokens."""
 
