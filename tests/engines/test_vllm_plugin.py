@@ -30,7 +30,7 @@ from lm_adapter.engines.shared.geometry import Geometry
 from lm_adapter.engines.shared.images import ImageFile
 from lm_adapter.engines.vllm import models
 from lm_adapter.engines.vllm.connector import ConnectorMethods
-from lm_adapter.engines.vllm.interfaces import first_difference
+from lm_adapter.engines.vllm.interfaces import INTERFACES
 from lm_adapter.engines.vllm.models import ARCHITECTURES, check_model
 from lm_adapter.engines.vllm.rank_socket import StepRows
 from lm_adapter.engines.vllm.settings import CONNECTOR, MODULE, Settings, mark
@@ -136,7 +136,7 @@ def test_what_cannot_work_is_refused(changed: dict[str, Any], text: str) -> None
 
 
 def test_this_vllm_has_what_the_plugin_uses() -> None:
-    assert first_difference() == ""
+    assert INTERFACES.first_difference() == ""
 
 
 def connector_class() -> Any:
@@ -169,7 +169,7 @@ def test_what_a_vllm_lacks_is_named(module: str, path: str, monkeypatch: pytest.
         monkeypatch.delitem(fields, name)
     if name in vars(owner):
         monkeypatch.delattr(owner, name)
-    assert first_difference() == f"its {module} has no {path}"
+    assert INTERFACES.first_difference() == f"its {module} has no {path}"
 
 
 def test_methods_take_the_keywords_of_the_base_class() -> None:

@@ -46,9 +46,11 @@ from encoder_service.ingest.decode import DecodeLimits
 from encoder_service.ingest.registry import load_preprocessor
 from encoder_service.types import PreprocessOptions
 from lm_adapter import DigestItem, ItemFailed, VisionEncoderClient
-from lm_adapter.engines.sglang.prompt import ImagePrompt, with_image_sizes
+from lm_adapter.engines.sglang.prompt import with_image_sizes
 from lm_adapter.engines.shared.checkpoint import read_config, vision_interface
+from lm_adapter.engines.shared.grid_rule import grid_rule
 from lm_adapter.engines.shared.images import ImageFile
+from lm_adapter.engines.shared.prompt import ImagePrompt
 from lm_adapter.items import Grid
 from lm_adapter.testing import Fault
 from tests.engines.faults import FAULTS, OTHER_MODELS, answer_to, in_place_of, new_picture, script_for
@@ -233,8 +235,6 @@ def test_positions_are_sglangs_own(checkpoint: Path) -> None:
 
 def test_grids_are_the_processors_own(checkpoint: Path) -> None:
     """From a size alone."""
-    from lm_adapter.engines.sglang.processors import grid_rule
-
     processor = AutoProcessor.from_pretrained(checkpoint)
     interface = vision_interface(read_config(checkpoint))
     rule = grid_rule(interface, AutoConfig.from_pretrained(checkpoint), processor)
@@ -249,8 +249,6 @@ def test_grids_are_the_processors_own(checkpoint: Path) -> None:
 def test_kimis_grids_are_the_services(family: str) -> None:
     """SGLang's rule and ours, with the published settings. Of Kimi-VL SGLang has no rule but the checkpoint's
     code."""
-    from lm_adapter.engines.sglang.processors import grid_rule
-
     published = PUBLISHED_KIMI.with_name(family)
     settings = json.loads((published / "preprocessor_config.json").read_text())
     processor = SimpleNamespace(media_processor=None, image_processor=SimpleNamespace(**settings))

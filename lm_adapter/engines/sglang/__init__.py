@@ -5,8 +5,7 @@ imports its modules in each of its processes. ``docs/sglang.md`` has the command
 modules in this order:
 
 - ``processors``  in the tokenizer's process: reads the file, undecoded, and the prompt's ids
-- ``prompt``      expands placeholders; computes their offsets and the M-RoPE positions
-- ``rows``        fetches rows from the encoder on a thread of its own, and checks them
+- ``prompt``      SGLang's own word for an image
 - ``models``      in each rank: SGLang's model classes without a tower; a request brings its rows along
 
 Every failure of a request happens in ``processors``, before SGLang's scheduler gets the request. ``settings``

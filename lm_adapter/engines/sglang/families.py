@@ -1,4 +1,4 @@
-"""SGLang's models whose rows come from the encoder: their classes, towers, and grids. A new family has its
+"""SGLang's models whose rows come from the encoder: their classes and towers. A new family has its
 lines here.
 
 Owns names of SGLang's only, which ``models`` and ``processors`` import.
@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
+
+from lm_adapter.engines.shared.glm_grids import GLM
 
 SERVED: Mapping[str, str] = {
     "Qwen3VLForConditionalGeneration": "qwen3_vl",
@@ -44,12 +46,6 @@ TOWER_PREFIXES = (
     *("thinker.visual.", "thinker.audio_tower."),
 )
 """Published names of the towers' tensors."""
-KIMI_GRIDS = ("kimi_k25", "kimi_k3")
-"""model_type of the models whose images keep their size up to a budget of patches. All others round sides to
-whole merge blocks, within limits of the area."""
-
-GLM = ("glm4v", "glm4v_moe", "glm46v", "glm_ocr", "glm5_next")
-"""model_type of the models with GLM's grids and marks around an image."""
 
 
 def image_marks(model_type: str) -> tuple[str, str]:

@@ -20,7 +20,7 @@ from sglang.srt.managers import mm_schedule
 from torch import nn
 
 from lm_adapter.engines.sglang.families import TOWER_PREFIXES, TOWERS, served_classes
-from lm_adapter.engines.sglang.settings import PACKAGE, Settings, check_loaded, read_settings
+from lm_adapter.engines.sglang.settings import PACKAGE, Settings, check_loaded
 from lm_adapter.engines.shared.first_contact import start_of
 
 logger = logging.getLogger("sglang.vision_encoder")
@@ -94,7 +94,7 @@ def without_tower(parent: Any) -> type:
             # Raise here, because SGLang only logs modules that fail to import.
             with start_of(Settings.ENGINE, logger):
                 check_loaded(os.environ)
-                read_settings(os.environ)
+                Settings.of_variable(os.environ)
             importlib.import_module(f"{PACKAGE}.processors")
             with _towers_left_out():
                 super().__init__(*args, **kwargs)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import sglang
@@ -21,23 +21,20 @@ from sglang.srt.managers.multimodal_processor import PROCESSOR_MAPPING
 from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem, MultimodalProcessorOutput
 from sglang.srt.multimodal.cache import snapshot_media
 from sglang.srt.multimodal.processors.base_processor import BaseMultimodalProcessor, MultimodalSpecialTokens
-from sglang.srt.multimodal.processors.kimi_k25 import navit_resize_config
 from sglang.srt.utils.common import CLIENT_MEDIA_EXCEPTIONS, ImageData
-from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
-from lm_adapter.engines.sglang.families import GLM, KIMI_GRIDS, SERVED, image_marks, served_classes
-from lm_adapter.engines.sglang.prompt import ImagePrompt, with_image_sizes, with_placeholders
-from lm_adapter.engines.sglang.rows import RowReader
-from lm_adapter.engines.sglang.settings import LOADERS, Settings, check_loaded, read_settings
-from lm_adapter.engines.shared.checkpoint import VisionInterface, vision_interface
+from lm_adapter.engines.sglang.families import SERVED, image_marks, served_classes
+from lm_adapter.engines.sglang.prompt import with_image_sizes, with_placeholders
+from lm_adapter.engines.sglang.settings import LOADERS, Settings, check_loaded
+from lm_adapter.engines.shared.checkpoint import vision_interface
 from lm_adapter.engines.shared.error_text import message_of, status_of
 from lm_adapter.engines.shared.first_contact import start_of
 from lm_adapter.engines.shared.geometry import Geometry
-from lm_adapter.engines.shared.glm_grids import glm_grid
+from lm_adapter.engines.shared.grid_rule import grid_rule
 from lm_adapter.engines.shared.images import ImageFile
-from lm_adapter.engines.shared.kimi import kimi_vl_grid
+from lm_adapter.engines.shared.prompt import ImagePrompt
+from lm_adapter.engines.shared.rows import RowReader
 from lm_adapter.errors import EncoderError, InvalidRequest
-from lm_adapter.items import Grid
 from lm_adapter.types import EncodedRows
 
 logger = logging.getLogger("sglang.vision_encoder")
@@ -56,7 +53,7 @@ class FileProcessor(BaseMultimodalProcessor):  # type: ignore[misc]
     def __init__(self, hf_config: Any, server_args: Any, processor: Any, *args: Any, **kwargs: Any) -> None:
         """Raises InvalidRequest for settings that cannot work, and as ``check_encoder``."""
         check_loaded(os.environ)
-        settings = read_settings(os.environ)
+        settings = Settings.of_variable(os.environ)
         if sglang.__version__ != SGLANG_VERSION:
             logger.warning("SGLang is %s, this plugin is for %s", sglang.__version__, SGLANG_VERSION)
         super().__init__(hf_config, server_args, processor, *args, **kwargs)
@@ -72,7 +69,9 @@ class FileProcessor(BaseMultimodalProcessor):  # type: ignore[misc]
         ).build(processor)
         geometry = Geometry.of_model(ModelConfig.from_server_args(server_args), check_finite=settings.finite)
         gpu = server_args.base_gpu_id if self.use_cuda_ipc else None
-        self._rows = RowReader(settings, geometry, gpu)
+        self._rows = RowReader(
+            settings, geometry, logger, gpu=gpu, remedy="set --mm-feature-transport cuda_ipc"
+        )
 
     def shutdown(self) -> None:
         self._rows.close()
@@ -220,51 +219,3 @@ def image_file(data: Any, content_hash: str | None = None) -> ImageFile:
         raise ValueError(f"content_hash is {content_hash}, the image's is {snapshot.content_digest}")
     content = snapshot.data
     return ImageFile.read(content) if isinstance(content, bytes) else ImageFile.of_pixels(content)
-
-
-def grid_rule(interface: VisionInterface, hf_config: Any, processor: Any) -> Callable[[ImageFile], Grid]:
-    """The function by which the model's own processor derives a grid from an image's size. It raises
-    ValueError for sizes that the processor refuses."""
-    if interface.model_type in KIMI_GRIDS:
-        # ``media_processor`` in the published code's processor, ``image_processor`` in that of transformers.
-        media_processor = getattr(processor, "media_processor", None) or processor.image_processor
-        return _kimi_rule(media_processor.media_proc_cfg)
-    if interface.model_type == "kimi_vl":
-        theirs = processor.image_processor
-        return lambda image: kimi_vl_grid(
-            image.width,
-            image.height,
-            patch_size=theirs.patch_size,
-            merge_size=interface.merge_size,
-            max_patches=theirs.in_token_limit,
-        )
-    if interface.model_type in GLM:
-        return lambda image: glm_grid(processor.image_processor, image.height, image.width)
-    patch_size = getattr(hf_config, "thinker_config", hf_config).vision_config.patch_size
-    size = processor.image_processor.size
-
-    def rule(image: ImageFile) -> Grid:
-        height, width = smart_resize(
-            image.height,
-            image.width,
-            factor=patch_size * interface.merge_size,
-            min_pixels=size["shortest_edge"],
-            max_pixels=size["longest_edge"],
-        )
-        return Grid(1, height // patch_size, width // patch_size)
-
-    return rule
-
-
-def _kimi_rule(config: dict[str, Any]) -> Callable[[ImageFile], Grid]:
-    patch_size = config["patch_size"]
-    names = ("patch_size", "merge_kernel_size", "in_patch_limit", "patch_limit_on_one_side")
-    limits = {name: config[name] for name in names}
-
-    def rule(image: ImageFile) -> Grid:
-        sizes = navit_resize_config(image.width, image.height, **limits)
-        height = sizes["new_height"] + sizes["pad_height"]
-        width = sizes["new_width"] + sizes["pad_width"]
-        return Grid(1, height // patch_size, width // patch_size)
-
-    return rule

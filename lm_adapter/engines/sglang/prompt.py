@@ -1,44 +1,15 @@
-"""A prompt as SGLang's scheduler takes it: one placeholder id per row, offsets, M-RoPE positions.
-
-Imports neither SGLang nor torch. Shape legend: N tokens.
-"""
+"""SGLang's own word for an image in a prompt's text, and the texts around images of Kimi-K3."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from lm_adapter.engines.shared.checkpoint import VisionInterface
 from lm_adapter.engines.shared.images import ImageFile
 from lm_adapter.engines.shared.kimi import k3_media_texts
-from lm_adapter.items import Grid, Modality
-from lm_adapter.prefill.mrope import MRopePositions, mrope_positions
-from lm_adapter.prefill.placeholders import expand_placeholders
 
 SENTINEL = "<image>"
 """SGLang's own clients may write this for an image, instead of the model's placeholder."""
-
-
-@dataclass(frozen=True, eq=False)
-class ImagePrompt:
-    """ids: [N]; offsets: first and last token of each image; positions: None for models without M-RoPE."""
-
-    ids: list[int]
-    offsets: list[tuple[int, int]]
-    positions: MRopePositions | None
-
-    @classmethod
-    def of(cls, ids: Sequence[int], grids: Sequence[Grid], interface: VisionInterface) -> ImagePrompt:
-        """ids: before or after expansion; grids: one per image, in order. Raises InvalidRequest, which is a
-        ValueError, where ids and images cannot be aligned."""
-        items = [interface.prompt_item(grid, Modality.IMAGE) for grid in grids]
-        expanded = expand_placeholders(ids, items, interface.placeholder_ids)
-        positions = None
-        if interface.uses_mrope:
-            positions = mrope_positions(expanded, grids, merge_size=interface.merge_size)
-        offsets = [(span.start, span.end - 1) for span in expanded.spans]
-        return cls(expanded.ids.tolist(), offsets, positions)
 
 
 def with_placeholders(text: str, placeholder: str, image_text: str) -> str:

@@ -5,7 +5,6 @@ Owns its name, and the names of SGLang's variables that load the plugin.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
@@ -23,22 +22,6 @@ LOADERS = ("SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE", "SGLANG_EXTERNAL_MODEL_PACKAG
 class Settings(settings.Settings):
     ENGINE: ClassVar[str] = "SGLang"
     SOURCE: ClassVar[str] = VARIABLE
-
-
-def read_settings(environment: Mapping[str, str]) -> Settings:
-    """Raises InvalidRequest if the variable is missing or no JSON object, and as ``Settings.read``."""
-    text = environment.get(VARIABLE, "")
-    if not text:
-        raise InvalidRequest(
-            f'{VARIABLE} is not set, needs an object such as {{"target": "127.0.0.1:50051"}}'
-        )
-    try:
-        config = json.loads(text)
-    except ValueError as error:
-        raise InvalidRequest(f"{VARIABLE} is no JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise InvalidRequest(f"{VARIABLE} holds a {type(config).__name__}, needs an object")
-    return Settings.read(config)
 
 
 def check_loaded(environment: Mapping[str, str]) -> None:

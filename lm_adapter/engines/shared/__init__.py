@@ -1,4 +1,4 @@
-"""What the plugins of vLLM and SGLang share.
+"""What the plugins of vLLM, SGLang and LMDeploy share.
 
 - ``settings``        the encoder's address, TLS, transports and time limits
 - ``images``          undecoded files and the facts of their headers
@@ -6,6 +6,10 @@
 - ``first_contact``   an engine's first question to the encoder, at its start
 - ``encoder_thread``  calls to the encoder on a thread of its own, with retries
 - ``geometry``        the rows that a language model takes
+- ``interfaces``      which versions of an engine a plugin takes
+- ``grid_rule``       an image's grid by its size
+- ``prompt``          a prompt's ids with placeholders, the offsets of its images, M-RoPE positions
+- ``rows``            fetches and checks a request's rows; limits their bytes
 - ``error_text``      HTTP statuses and texts of failures
 
 Nothing here imports an engine.

@@ -10,6 +10,9 @@ from typing import Any
 
 from lm_adapter.items import Grid
 
+GLM = ("glm4v", "glm4v_moe", "glm46v", "glm_ocr", "glm5_next")
+"""model_type of the models with GLM's grids and marks around an image."""
+
 
 def glm_grid(processor: Any, height: int, width: int, min_size: int = 0, max_size: int = 0) -> Grid:
     """processor: the reference's for images. min_size, max_size: in place of the processor's own limits, if

@@ -6,6 +6,7 @@ once at the start, so that unusable files stop the start.
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -83,6 +84,23 @@ class Settings:
         check_transports(settings.transports, settings.broker_path)
         settings.client_tls()
         return settings
+
+    @classmethod
+    def of_variable(cls, environment: Mapping[str, str]) -> Self:
+        """From the variable SOURCE, a JSON object. Raises InvalidRequest if it is missing or no JSON object,
+        and as ``read``."""
+        text = environment.get(cls.SOURCE, "")
+        if not text:
+            raise InvalidRequest(
+                f'{cls.SOURCE} is not set, needs an object such as {{"target": "127.0.0.1:50051"}}'
+            )
+        try:
+            config = json.loads(text)
+        except ValueError as error:
+            raise InvalidRequest(f"{cls.SOURCE} is no JSON: {error}") from error
+        if not isinstance(config, dict):
+            raise InvalidRequest(f"{cls.SOURCE} holds a {type(config).__name__}, needs an object")
+        return cls.read(config)
 
     @property
     def is_routed(self) -> bool:

@@ -1,8 +1,6 @@
 """What the plugin touches in vLLM, and which versions of vLLM it takes.
 
-Owns the tested versions and the tables of vLLM's interfaces. A tested version is taken as it is. A newer one
-is compared with the tables: it is taken with a warning, or refused with the first difference. The comparison
-imports all that it names, which would delay the start of a tested version for nothing.
+Owns the tested versions and the tables of vLLM's interfaces. ``shared.interfaces`` owns the comparison.
 
 The tables have what classes and modules have. What only instances have, because an initialiser sets it,
 cannot be in them: ``EncoderCacheManager.cached``, ``Request.mm_features``, ``ModelConfig.runner_type``,
@@ -12,14 +10,10 @@ tests with a real vLLM find those.
 
 from __future__ import annotations
 
-import functools
-import importlib
-import inspect
 import logging
-import multiprocessing
-import re
 from collections.abc import Mapping
-from typing import Any
+
+from lm_adapter.engines.shared.interfaces import Interfaces
 
 logger = logging.getLogger("vllm.vision_encoder")
 
@@ -272,59 +266,4 @@ OVERRIDDEN: Mapping[str, tuple[str, ...]] = {
 }
 """Module -> methods that the plugin replaces, which vLLM calls. They have exactly these parameters."""
 
-
-def series(version: str) -> tuple[int, int] | None:
-    """The first two numbers of a version, None for a build without a version."""
-    found = re.match(r"(\d+)\.(\d+)", version)
-    return (int(found[1]), int(found[2])) if found else None
-
-
-@functools.cache
-def refusal(version: str) -> str:
-    """Why the plugin cannot run with the installed vLLM, whose version this is; empty if it can."""
-    found, names = series(version), " and ".join(f"{major}.{minor}" for major, minor in TESTED)
-    if found in TESTED:
-        return ""
-    tested = f"vLLM is {version}, this plugin was tested with {names}"
-    if found is not None and found < TESTED[0]:
-        return f"{tested}: install one of these"
-    if difference := first_difference():
-        return f"{tested}, and {difference}: install one of these, or a newer release of this plugin"
-    if multiprocessing.parent_process() is None:
-        # vLLM's other processes would repeat it.
-        logger.warning("%s. It has all that the plugin uses, so the plugin runs", tested)
-    return ""
-
-
-def first_difference() -> str:
-    """The first interface of the tables that vLLM lacks or has with other parameters; empty if there is
-    none."""
-    for table, is_exact in ((CALLED, False), (OVERRIDDEN, True)):
-        for module, entries in table.items():
-            for entry in entries:
-                if difference := _difference(module, entry, is_exact=is_exact):
-                    return difference
-    return ""
-
-
-def _difference(module: str, entry: str, *, is_exact: bool) -> str:
-    path, bracket, rest = entry.partition("(")
-    try:
-        found: Any = importlib.import_module(module)
-    except Exception as error:  # whatever a version's modules do when they are imported
-        return f"its module {module} cannot be imported ({type(error).__name__}: {error})"
-    for name in path.split("."):
-        if not hasattr(found, name) and name in getattr(found, "__dataclass_fields__", ()):
-            return ""  # a field without a default, which only instances have
-        if not hasattr(found, name):
-            return f"its {module} has no {path}"
-        found = getattr(found, name)
-    if not bracket:
-        return ""
-    parameters = inspect.signature(found).parameters
-    names = [name for name in parameters if name != "self"]
-    expected = [name for name in rest.rstrip(")").split(", ") if name]
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    if names == expected if is_exact else takes_any or set(expected) <= set(names):
-        return ""
-    return f"{module}.{path} takes ({', '.join(names)}), where it was ({', '.join(expected)})"
+INTERFACES = Interfaces("vLLM", TESTED, CALLED, OVERRIDDEN, logger)

@@ -12,7 +12,7 @@ import importlib
 import logging
 from typing import Any, NamedTuple
 
-from lm_adapter.engines.vllm.interfaces import refusal
+from lm_adapter.engines.vllm.interfaces import INTERFACES
 from lm_adapter.engines.vllm.settings import CONNECTOR, MODULE, has_connector, is_marked
 from lm_adapter.engines.vllm.vllm_types import VllmConfig
 from lm_adapter.engines.vllm.worker.without_tower import without_tower
@@ -59,7 +59,7 @@ def register() -> None:
     import vllm
     from vllm import ModelRegistry
 
-    if reason := refusal(vllm.__version__):
+    if reason := INTERFACES.refusal(vllm.__version__):
         logger.warning("%s. Nothing is registered", reason)
         return
     from lm_adapter.engines.vllm.api_server.media import register_media
@@ -80,7 +80,7 @@ def check_model(vllm_config: VllmConfig) -> None:
     import vllm
 
     architecture = vllm_config.model_config.architecture
-    if reason := refusal(vllm.__version__):
+    if reason := INTERFACES.refusal(vllm.__version__):
         raise InvalidRequest(reason)
     if architecture not in ARCHITECTURES:
         raise InvalidRequest(f"the model is a {architecture}, image rows are for {', '.join(ARCHITECTURES)}")

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from lm_adapter.client import AsyncVisionEncoderClient
-from lm_adapter.engines.sglang.rows import RowReader
 from lm_adapter.engines.sglang.settings import VARIABLE
 from lm_adapter.engines.sglang.settings import Settings as SglangSettings
 from lm_adapter.engines.shared import first_contact
@@ -21,6 +20,7 @@ from lm_adapter.engines.shared.encoder_thread import EncoderThread
 from lm_adapter.engines.shared.error_text import status_of
 from lm_adapter.engines.shared.first_contact import check_encoder
 from lm_adapter.engines.shared.geometry import Geometry
+from lm_adapter.engines.shared.rows import RowReader
 from lm_adapter.engines.vllm.api_server.contact import check_early
 from lm_adapter.engines.vllm.settings import Settings
 from lm_adapter.errors import ModelMismatch, ProtocolMismatch
@@ -189,7 +189,7 @@ def test_images_fail_at_once_until_an_encoder_that_agrees_comes(
 def test_sglangs_sentence_names_sglangs_options(fake: FakeEncoder) -> None:
     geometry = dataclasses.replace(GEOMETRY, family="kimi_k25")
     with pytest.raises(ModelMismatch, match=f"SGLang's model takes kimi_k25.* target in {VARIABLE} "):
-        RowReader(SglangSettings(target=fake.target), geometry)
+        RowReader(SglangSettings(target=fake.target), geometry, logging.getLogger("test"))
 
 
 def test_vllm_asks_before_it_loads_a_model(fake: FakeEncoder, caplog: pytest.LogCaptureFixture) -> None:

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from lm_adapter.engines.sglang.settings import LOADERS, PACKAGE, VARIABLE, check_loaded, read_settings
+from lm_adapter.engines.sglang.settings import LOADERS, PACKAGE, VARIABLE, Settings, check_loaded
 from lm_adapter.errors import InvalidRequest
 
 BOTH = dict.fromkeys(LOADERS, PACKAGE)
@@ -14,7 +14,7 @@ BOTH = dict.fromkeys(LOADERS, PACKAGE)
 
 def test_an_object_gives_the_settings() -> None:
     config = {"target": "10.0.0.1:50051", "timeout_s": 4, "transports": ["host", "inline"], "finite": True}
-    settings = read_settings({VARIABLE: json.dumps(config)})
+    settings = Settings.of_variable({VARIABLE: json.dumps(config)})
     assert settings.target == "10.0.0.1:50051"
     assert settings.timeout_s == 4
     assert settings.transports == ("host", "inline")
@@ -36,7 +36,7 @@ def test_an_object_gives_the_settings() -> None:
 def test_an_invalid_variable_is_refused(text: str | None, words: str) -> None:
     environment = {} if text is None else {VARIABLE: text}
     with pytest.raises(InvalidRequest, match=words) as refused:
-        read_settings(environment)
+        Settings.of_variable(environment)
     assert "ec_connector" not in refused.value.message
 
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
-from lm_adapter.engines.vllm import interfaces, models
-from lm_adapter.engines.vllm.interfaces import refusal
+from lm_adapter.engines.vllm import models
+from lm_adapter.engines.vllm.interfaces import INTERFACES
 from lm_adapter.errors import InvalidRequest
 
 NEWER = "0.34.1"
@@ -19,7 +20,7 @@ MODULE = "vllm.stand_in"
 
 
 @pytest.fixture
-def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def vllm(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A module of vLLM with a function that the plugin calls, and one that it replaces."""
     module: Any = ModuleType(MODULE)
     module.called, module.replaced = lambda a, b: None, lambda a: None
@@ -27,17 +28,17 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     package.__version__, package.ModelRegistry = NEWER, None
     monkeypatch.setitem(sys.modules, "vllm", package)
     monkeypatch.setitem(sys.modules, MODULE, module)
-    monkeypatch.setattr(interfaces, "CALLED", {MODULE: ("called(a, b)",)})
-    monkeypatch.setattr(interfaces, "OVERRIDDEN", {MODULE: ("replaced(a)",)})
-    refusal.cache_clear()
-    yield module
-    refusal.cache_clear()
+    of_module = dataclasses.replace(
+        INTERFACES, called={MODULE: ("called(a, b)",)}, overridden={MODULE: ("replaced(a)",)}
+    )
+    monkeypatch.setattr(models, "INTERFACES", of_module)
+    return module
 
 
 @pytest.mark.parametrize("version", ["0.32.0", "0.33.0", "0.33.2.post1", "0.32.1+cpu"])
 def test_tested_versions_are_taken_as_they_are(version: str, caplog: pytest.LogCaptureFixture) -> None:
     """Without vLLM's modules: nothing is imported for a comparison."""
-    assert refusal(version) == ""
+    assert models.INTERFACES.refusal(version) == ""
     assert not caplog.records
 
 
@@ -47,8 +48,8 @@ def test_a_newer_version_with_the_same_interfaces_is_taken_with_a_warning(
 ) -> None:
     """A function with further parameters can still be called."""
     vllm.called = lambda a, b, more: None
-    assert refusal(version) == ""
-    assert refusal(version) == ""
+    assert models.INTERFACES.refusal(version) == ""
+    assert models.INTERFACES.refusal(version) == ""
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert f"vLLM is {version}, this plugin was tested with 0.32 and 0.33" in record.getMessage()
@@ -56,7 +57,7 @@ def test_a_newer_version_with_the_same_interfaces_is_taken_with_a_warning(
 
 def test_an_older_version_is_refused(vllm: Any) -> None:
     for version in ("0.31.2", "0.9.1"):
-        assert refusal(version) == (
+        assert models.INTERFACES.refusal(version) == (
             f"vLLM is {version}, this plugin was tested with 0.32 and 0.33: install one of these"
         )
 

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
 from bench.harness.waiting import wait_until
-from lm_adapter.engines.sglang.prompt import ImagePrompt, with_placeholders
-from lm_adapter.engines.sglang.rows import ByteLimit, RowReader
+from lm_adapter.engines.sglang.prompt import with_placeholders
 from lm_adapter.engines.sglang.settings import Settings
 from lm_adapter.engines.shared.checkpoint import VisionInterface
 from lm_adapter.engines.shared.geometry import Geometry
 from lm_adapter.engines.shared.images import ImageFile
+from lm_adapter.engines.shared.prompt import ImagePrompt
+from lm_adapter.engines.shared.rows import ByteLimit, RowReader
 from lm_adapter.errors import DeadlineExceeded, EncoderError, InvalidRequest, InvalidRows
 from lm_adapter.items import Grid
 from lm_adapter.keys import content_digest
@@ -25,6 +27,7 @@ pytestmark = pytest.mark.anyio
 MODEL = fake_model("qwen3_vl")
 GEOMETRY = Geometry("qwen3_vl", MODEL.width, "float32", MODEL.num_deepstack_levels, 2, merges_time=False)
 GRID = Grid(1, 4, 6)
+LOGGER = logging.getLogger("test")
 
 
 def image(content: bytes) -> ImageFile:
@@ -46,7 +49,7 @@ def fake() -> Iterator[FakeEncoder]:
 
 @pytest.fixture
 def reader(fake: FakeEncoder) -> Iterator[RowReader]:
-    reader = RowReader(Settings(target=fake.target, timeout_s=10.0, retry_s=5.0), GEOMETRY)
+    reader = RowReader(Settings(target=fake.target, timeout_s=10.0, retry_s=5.0), GEOMETRY, LOGGER)
     yield reader
     reader.close()
 
@@ -67,7 +70,7 @@ async def test_p11_rows_of_another_grid_are_refused(reader: RowReader) -> None:
 
 
 async def test_p32_an_encoder_that_is_away_or_slow_fails_in_time(fake: FakeEncoder) -> None:
-    reader = RowReader(Settings(target=fake.target, timeout_s=0.5, retry_s=0.1), GEOMETRY)
+    reader = RowReader(Settings(target=fake.target, timeout_s=0.5, retry_s=0.1), GEOMETRY, LOGGER)
     fake.script.faults[content_digest(b"\0")] = Fault.HANG
     with pytest.raises(DeadlineExceeded):
         await read(reader, [image(b"\0")], [GRID])
@@ -89,8 +92,8 @@ async def test_p17_rows_at_once_have_a_limit_in_bytes(
     fake: FakeEncoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of 40 requests at once two have room. Rows count until they are handed over."""
-    monkeypatch.setattr("lm_adapter.engines.sglang.rows.MAX_ROWS_BYTES", 2 * GEOMETRY.num_bytes(GRID))
-    reader = RowReader(Settings(target=fake.target), GEOMETRY)
+    monkeypatch.setattr("lm_adapter.engines.shared.rows.MAX_ROWS_BYTES", 2 * GEOMETRY.num_bytes(GRID))
+    reader = RowReader(Settings(target=fake.target), GEOMETRY, LOGGER)
     num_started, entered, go_on = 0, list[int](), asyncio.Event()
 
     async def ask(number: int) -> None:
@@ -114,9 +117,10 @@ async def test_p17_requests_wait_for_room_in_their_order() -> None:
     limit, entered = ByteLimit(10), list[str]()
 
     async def hold(name: str, num_bytes: int, until: asyncio.Event) -> None:
-        async with limit.hold(num_bytes, timeout_s=20):
-            entered.append(name)
-            await until.wait()
+        give_back = await limit.take(num_bytes, timeout_s=20)
+        entered.append(name)
+        await until.wait()
+        give_back()
 
     first, go_on = asyncio.Event(), asyncio.Event()
     tasks = [
@@ -125,8 +129,7 @@ async def test_p17_requests_wait_for_room_in_their_order() -> None:
     ]
     await asyncio.to_thread(wait_until, lambda: entered == ["a"])
     with pytest.raises(DeadlineExceeded, match=r"no room for 4 bytes within 0\.01 s, 10 bytes"):
-        async with limit.hold(4, timeout_s=0.01):
-            pass
+        await limit.take(4, timeout_s=0.01)
     assert entered == ["a"]  # b and c would fit, but the large one is before them
     tasks[1].cancel()
     await asyncio.to_thread(wait_until, lambda: entered == ["a", "b"])
@@ -136,8 +139,7 @@ async def test_p17_requests_wait_for_room_in_their_order() -> None:
     go_on.set()
     await asyncio.gather(*tasks, return_exceptions=True)
     assert entered[-1] == "large"
-    async with limit.hold(10, timeout_s=20):  # all bytes are free again
-        pass
+    await limit.take(10, timeout_s=20)  # all bytes are free again
 
 
 async def test_any_event_loop_may_ask(reader: RowReader) -> None:
@@ -148,8 +150,10 @@ async def test_any_event_loop_may_ask(reader: RowReader) -> None:
 
 
 def test_device_memory_alone_needs_a_gpu() -> None:
-    with pytest.raises(InvalidRequest, match="--mm-feature-transport cuda_ipc"):
-        RowReader(Settings(target="127.0.0.1:1", transports=("device",)), GEOMETRY)
+    with pytest.raises(InvalidRequest, match="SGLang takes rows from host memory: set --another"):
+        RowReader(
+            Settings(target="127.0.0.1:1", transports=("device",)), GEOMETRY, LOGGER, remedy="set --another"
+        )
 
 
 QWEN = VisionInterface(

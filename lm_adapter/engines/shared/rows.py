@@ -1,8 +1,8 @@
-"""Fetches and checks the rows of a request.
+"""Fetches and checks the rows of a request, for engines that get them beside the request.
 
-Owns the calls to the encoder and the limit on the bytes that are held at once. ``shared.encoder_thread`` owns
-the thread, its retries and its time limits; ``shared.geometry`` owns which rows are refused. Imports neither
-SGLang nor torch, except torch if rows go to a GPU.
+Owns the calls to the encoder and the limit on the bytes that are held at once. ``encoder_thread`` owns the
+thread, its retries and its time limits; ``geometry`` owns which rows are refused. Imports no torch, except if
+rows go to a GPU.
 """
 
 from __future__ import annotations
@@ -10,29 +10,28 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import logging
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 from lm_adapter.client import AsyncVisionEncoderClient
-from lm_adapter.engines.sglang.settings import Settings
 from lm_adapter.engines.shared.agreement import Agreement
 from lm_adapter.engines.shared.encoder_thread import EncoderThread
 from lm_adapter.engines.shared.first_contact import check_encoder
 from lm_adapter.engines.shared.geometry import Geometry
 from lm_adapter.engines.shared.images import ImageFile
+from lm_adapter.engines.shared.settings import Settings
 from lm_adapter.errors import DeadlineExceeded, EncoderError, InvalidRequest, InvalidRows
 from lm_adapter.items import Grid, ImageItem
 from lm_adapter.types import EncodedRows
 
-logger = logging.getLogger("sglang.vision_encoder")
-
 MAX_ROWS_BYTES = 1 << 30
-"""Limit on rows that are being fetched or not yet handed to SGLang."""
+"""Limit on rows that are being fetched or not yet handed to the engine."""
 
 
 class ByteLimit:
@@ -44,26 +43,26 @@ class ByteLimit:
         self._waiting: deque[tuple[int, Future[None]]] = deque()
         self._lock = threading.Lock()
 
-    @contextlib.asynccontextmanager
-    async def hold(self, num_bytes: int, timeout_s: float) -> AsyncIterator[None]:
-        """Holds the bytes within the block. A request for more than the limit waits until nothing else is
-        held. Raises DeadlineExceeded if the bytes do not become free in time."""
+    async def take(self, num_bytes: int, timeout_s: float | None) -> Callable[[], None]:
+        """Returns the function that gives the bytes back, to be called once. A request for more than the
+        limit waits until nothing else is held. Raises DeadlineExceeded if the bytes do not become free in
+        time."""
         num_bytes = min(num_bytes, self._max_bytes)
         granted: Future[None] = Future()
         with self._lock:
             self._waiting.append((num_bytes, granted))
         self._free(0)
         try:
-            try:
-                await asyncio.wait_for(asyncio.wrap_future(granted), timeout_s)
-            except TimeoutError:
-                raise DeadlineExceeded(
-                    f"rows of other requests left no room for {num_bytes} bytes within {timeout_s} s, "
-                    f"{self._max_bytes} bytes are held at most"
-                ) from None
-            yield
-        finally:
+            await asyncio.wait_for(asyncio.wrap_future(granted), timeout_s)
+        except BaseException as error:
             self._free(0 if granted.cancel() else num_bytes)
+            if not isinstance(error, TimeoutError):
+                raise
+            raise DeadlineExceeded(
+                f"rows of other requests left no room for {num_bytes} bytes within {timeout_s} s, "
+                f"{self._max_bytes} bytes are held at most"
+            ) from None
+        return functools.partial(self._free, num_bytes)
 
     def _free(self, num_bytes: int) -> None:
         with self._lock:
@@ -80,21 +79,32 @@ class ByteLimit:
 class RowReader:
     """Reads rows from one encoder. Thread-safe; callers of ``read`` may be on different event loops."""
 
-    def __init__(self, settings: Settings, geometry: Geometry, gpu: int | None = None) -> None:
-        """gpu: the index of the GPU that rows go to; None for the host. Raises InvalidRequest if none of the
-        transports ends there, and as ``check_encoder``."""
+    def __init__(
+        self,
+        settings: Settings,
+        geometry: Geometry,
+        logger: logging.Logger,
+        *,
+        gpu: int | None = None,
+        remedy: str = "set transports",
+        waits_for_room: bool = False,
+    ) -> None:
+        """gpu: the index of the GPU that rows go to; None for the host. remedy: what to change if none of the
+        transports ends there. waits_for_room: a request waits for room in MAX_ROWS_BYTES as long as it takes,
+        and ``timeout_s`` begins then. Raises InvalidRequest if no transport ends there, and as
+        ``check_encoder``."""
         if gpu is None:
             transports = tuple(name for name in settings.transports if name != "device")
             if not transports:
                 raise InvalidRequest(
-                    f"transports is {list(settings.transports)}, but SGLang takes rows from host memory: set "
-                    "--mm-feature-transport cuda_ipc"
+                    f"transports is {list(settings.transports)}, but {settings.ENGINE} takes rows from host "
+                    f"memory: {remedy}"
                 )
             settings = dataclasses.replace(settings, transports=transports)
         self._geometry = geometry
         self._gpu = gpu
         self._limit = ByteLimit(MAX_ROWS_BYTES)
-        self._timeout_s = settings.timeout_s
+        self._room_s = None if waits_for_room else settings.timeout_s
         self._encoder_thread = EncoderThread(
             Agreement(settings, geometry), name="rows", reads_rows=True, logger=logger
         )
@@ -103,30 +113,44 @@ class RowReader:
     def close(self) -> None:
         self._encoder_thread.close()
 
+    async def take(
+        self, images: Sequence[ImageFile], grids: Sequence[Grid]
+    ) -> tuple[list[EncodedRows], Callable[[], None]]:
+        """Checked rows of all images, in order. They count in MAX_ROWS_BYTES until the function is called,
+        which has to happen once. grids: as the model's processor computes them. Raises the EncoderError of
+        the first image that has no rows, and DeadlineExceeded. Cancelling the caller cancels the call."""
+        items = [ImageItem(image.data, digest=image.digest) for image in images]
+        started_s = time.monotonic()
+        give_back = await self._limit.take(sum(map(self._geometry.num_bytes, grids)), self._room_s)
+        waited_s = 0.0 if self._room_s is None else time.monotonic() - started_s
+
+        async def call(client: AsyncVisionEncoderClient, left_s: float) -> list[EncodedRows]:
+            left_s = max(left_s - waited_s, 0.0)
+            try:
+                return await self._encode(client, items, grids, left_s)
+            except InvalidRows:
+                # The client may have compared them with the model of before the encoder's restart.
+                return await self._encode(client, items, grids, left_s)
+
+        try:
+            outcome: Any = await asyncio.wrap_future(self._encoder_thread.submit_future(call))
+            if isinstance(outcome, EncoderError):
+                raise outcome
+        except BaseException:
+            give_back()
+            raise
+        return outcome, give_back
+
     @contextlib.asynccontextmanager
     async def read(
         self, images: Sequence[ImageFile], grids: Sequence[Grid]
     ) -> AsyncIterator[list[EncodedRows]]:
-        """Checked rows of all images, in order. They count in MAX_ROWS_BYTES until the block ends. grids: as
-        the model's processor computes them. Raises the EncoderError of the first image that has no rows, and
-        DeadlineExceeded. Cancelling the caller cancels the call."""
-        items = [ImageItem(image.data, digest=image.digest) for image in images]
-        started_s = time.monotonic()
-        async with self._limit.hold(sum(map(self._geometry.num_bytes, grids)), self._timeout_s):
-            waited_s = time.monotonic() - started_s
-
-            async def call(client: AsyncVisionEncoderClient, left_s: float) -> list[EncodedRows]:
-                left_s = max(left_s - waited_s, 0.0)
-                try:
-                    return await self._encode(client, items, grids, left_s)
-                except InvalidRows:
-                    # The client may have compared them with the model of before the encoder's restart.
-                    return await self._encode(client, items, grids, left_s)
-
-            outcome: Any = await asyncio.wrap_future(self._encoder_thread.submit_future(call))
-            if isinstance(outcome, EncoderError):
-                raise outcome
-            yield outcome
+        """As ``take``; the rows count until the block ends."""
+        rows, give_back = await self.take(images, grids)
+        try:
+            yield rows
+        finally:
+            give_back()
 
     async def _encode(
         self,
