@@ -8,6 +8,8 @@ Workarounds:
 - LMDeploy 0.18.0 requires an older torch, CUDA libraries, and packages that are not used here. It is
   therefore installed without requirements; then its own list of requirements is installed without LEFT_OUT.
 - PyPI's torchvision is built for CUDA. install_engines.py has the replacement for two of its operators.
+- LMDeploy's engine has no CPU device. A `.pth` file loads tests/lmdeploy/cpu in every process, which gives it
+  one, before LMDeploy is imported.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ def main() -> None:
     install("--no-deps", f"lmdeploy=={LMDEPLOY}", torchvision_requirement(torch))
     wanted = [*requirements("lmdeploy", LEFT_OUT), *BESIDE]
     install(f"torch=={torch}", *wanted, "-e", f"{ROOT}[serve,lmdeploy,test]")
-    mend(Path(sysconfig.get_path("purelib")))
+    site = Path(sysconfig.get_path("purelib"))
+    mend(site)
+    (site / "_lmdeploy_cpu.pth").write_text(f"{ROOT / 'tests' / 'lmdeploy' / 'cpu'}\nimport lmdeploy_on_cpu\n")
     print(f"LMDeploy {importlib.metadata.version('lmdeploy')}, torch {torch}")
 
 

@@ -1,0 +1,165 @@
+"""LMDeploy's image encoder, fed by the service.
+
+Replaces decoding and the reference processor. LMDeploy prepares the images of all requests on one thread; here
+they are encoded at the same time. Owns the answer to a client whose image has no rows. Computes the grid from
+the size in the file's header, by the reference's rule; the grid of the encoder's rows has to be equal.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import weakref
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from lmdeploy.archs import get_model_arch
+from lmdeploy.pytorch.config import _update_torch_dtype
+from lmdeploy.serve.core.exceptions import ErrorCode, RequestError
+from lmdeploy.vl.constants import Modality
+from lmdeploy.vl.engine import ImageEncoder
+
+from lm_adapter.engines.lmdeploy.interfaces import logger
+from lm_adapter.engines.lmdeploy.module_map import CUSTOM_MODULE_MAP
+from lm_adapter.engines.lmdeploy.rows_file import RowsFile
+from lm_adapter.engines.lmdeploy.settings import Settings
+from lm_adapter.engines.shared.checkpoint import vision_interface
+from lm_adapter.engines.shared.error_text import message_of, status_of
+from lm_adapter.engines.shared.first_contact import start_of
+from lm_adapter.engines.shared.geometry import Geometry
+from lm_adapter.engines.shared.grid_rule import grid_rule
+from lm_adapter.engines.shared.images import ImageFile
+from lm_adapter.engines.shared.prompt import ImagePrompt
+from lm_adapter.engines.shared.rows import RowReader
+from lm_adapter.errors import EncoderError, InvalidRequest, ItemFailed
+from lm_adapter.items import Grid
+
+CODES = {400: ErrorCode.INVALID_REQUEST, 503: ErrorCode.ENGINE_UNAVAILABLE}
+"""LMDeploy's code for a status; it decides what kind of error a client sees."""
+
+
+def check_model(model_path: str, trust_remote_code: bool) -> None:
+    """Raises InvalidRequest for a model whose rows no encoder has."""
+    architecture, _ = get_model_arch(model_path, trust_remote_code=trust_remote_code)
+    if architecture not in CUSTOM_MODULE_MAP:
+        raise InvalidRequest(
+            f"the model is a {architecture}, image rows are for {', '.join(CUSTOM_MODULE_MAP)}: serve it "
+            "without this plugin (lmdeploy serve)"
+        )
+
+
+class RowEncoder(ImageEncoder):  # type: ignore[misc]
+    """LMDeploy creates one in its API server's process."""
+
+    @start_of(Settings.ENGINE, logger)
+    def __init__(
+        self,
+        model_path: str,
+        backend: str,
+        vision_config: Any = None,
+        backend_config: Any = None,
+        trust_remote_code: bool = False,
+    ) -> None:
+        """Raises InvalidRequest for settings and models that cannot work, and as ``check_encoder``."""
+        settings = Settings.of_variable(os.environ)
+        check_model(model_path, trust_remote_code)
+        if backend != "pytorch":
+            raise InvalidRequest(
+                f"the backend is {backend}, which takes no rows with M-RoPE positions: set --backend pytorch"
+            )
+        if backend_config is not None and backend_config.mp_engine_backend == "ray":
+            raise InvalidRequest(
+                "mp_engine_backend is 'ray', by which the engine may be on another machine: set 'mp'"
+            )
+        super().__init__(model_path, backend, vision_config, backend_config, trust_remote_code)
+        config, processor = self.model.hf_config, self.model.processor
+        self._backend_config = backend_config
+        self._interface = vision_interface(config.to_dict())
+        self._grid_of = grid_rule(self._interface, config, processor)
+        self._tokenizer = processor.tokenizer
+        dtype = getattr(backend_config, "dtype", "auto")
+        model_config = _update_torch_dtype(SimpleNamespace(hf_config=config), dtype)
+        geometry = Geometry.of_model(model_config, check_finite=settings.finite)
+        self._rows = RowReader(settings, geometry, logger, waits_for_room=True)
+        weakref.finalize(self, self._rows.close)
+
+    async def preprocess(
+        self,
+        messages: list[dict[str, Any]],
+        input_prompt: str | list[int] | None = None,
+        mm_processor_kwargs: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """A request's ids with placeholders, and its images for the engine. Raises ValueError, which LMDeploy
+        answers with 400, and RequestError, which it answers with the error's status."""
+        if mm_processor_kwargs:
+            raise ValueError(
+                f"mm_processor_kwargs has {sorted(mm_processor_kwargs)}: the encoder's settings decide"
+            )
+        loop = asyncio.get_running_loop()
+        media = self.model.collect_multimodal_items(messages)
+        images = await asyncio.gather(*(loop.run_in_executor(None, _image_file, *item) for item in media))
+        # On one thread: two that use a tokenizer at once may fail.
+        grids, prompt = await loop.run_in_executor(self.executor, self._prompt, images, input_prompt)
+        self._check_length(len(prompt.ids))
+        try:
+            rows, give_back = await self._rows.take(images, grids)
+            items = await loop.run_in_executor(None, RowsFile(rows, give_back).write)
+        except EncoderError as error:
+            raise _rejection(error) from error
+        except OSError as error:
+            raise _rejection(ItemFailed(f"no memory for rows: {error}", reason="NO_MEMORY")) from error
+        multimodal = [
+            {
+                "modality": Modality.IMAGE,
+                "pixel_values": handle,
+                "grid_thw": torch.tensor(grid),
+                "offset": (first, last + 1),
+                "image_token_id": self._interface.image_placeholder_id,
+                "content_hash": encoded.key.hex(),
+            }
+            for handle, grid, (first, last), encoded in zip(items, grids, prompt.offsets, rows, strict=True)
+        ]
+        return {"input_ids": prompt.ids, "multimodal": multimodal}
+
+    def check_text(self, ids: Sequence[int]) -> None:
+        """Raises RequestError for a prompt without images that has a placeholder. LMDeploy would give it rows
+        of another request in the same batch."""
+        placeholder_id = self._interface.image_placeholder_id
+        if placeholder_id in ids:
+            raise RequestError(
+                ErrorCode.INVALID_REQUEST,
+                f"the prompt has {list(ids).count(placeholder_id)} image placeholders and no image",
+            )
+
+    def _prompt(
+        self, images: Sequence[ImageFile], input_prompt: str | list[int] | None
+    ) -> tuple[list[Grid], ImagePrompt]:
+        grids = [self._grid_of(image) for image in images]
+        ids = self._tokenizer(input_prompt)["input_ids"] if isinstance(input_prompt, str) else input_prompt
+        return grids, ImagePrompt.of(ids or (), grids, self._interface)
+
+    def _check_length(self, num_tokens: int) -> None:
+        """Before the encode; LMDeploy would refuse the request after it."""
+        max_tokens = getattr(self._backend_config, "session_len", None)
+        if max_tokens is not None and num_tokens >= max_tokens:
+            raise RequestError(
+                ErrorCode.CONTEXT_LENGTH_EXCEEDED,
+                f"the prompt has {num_tokens} tokens with its images, less than {max_tokens} are taken",
+            )
+
+
+def _image_file(modality: Any, data: Any, _params: Any) -> ImageFile:
+    """Raises ValueError for what is no image."""
+    if modality != Modality.IMAGE:
+        raise ValueError(f"{modality} is not accepted: the encoder takes images here")
+    return data if isinstance(data, ImageFile) else ImageFile.of_pixels(data)
+
+
+def _rejection(error: EncoderError) -> RequestError:
+    logger.warning("a request is rejected: %s", message_of(error))
+    status = status_of(error)
+    rejection = RequestError(CODES.get(status, ErrorCode.INTERNAL_ERROR), message_of(error))
+    rejection.status_code = status
+    return rejection

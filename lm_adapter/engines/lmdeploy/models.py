@@ -1,0 +1,153 @@
+"""LMDeploy's model classes without their vision towers.
+
+Owns subclasses with the names of their parents. A tower's place is taken by a module that returns the rows of
+the request. M-RoPE, deepstack, chunks of a prompt and the prefix cache stay LMDeploy's own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import logging
+from typing import Any
+
+import torch
+from lmdeploy.pytorch.engine.input_process import PreprocessInputResult
+from lmdeploy.pytorch.models import qwen3_vl
+from lmdeploy.pytorch.models.patch import build_model_context, get_build_model_context
+from lmdeploy.pytorch.multimodal.data_type import MultiModalData
+from torch import nn
+
+from lm_adapter.engines.lmdeploy.module_map import CUSTOM_MODULE_MAP
+
+logger = logging.getLogger("lmdeploy.vision_encoder")
+
+MODULES = {
+    "Qwen3VLForConditionalGeneration": "qwen3_vl",
+    "Qwen3VLMoeForConditionalGeneration": "qwen3_vl_moe",
+    "Qwen3_5ForConditionalGeneration": "qwen3_5",
+    "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe",
+    "KimiK25ForConditionalGeneration": "kimi_k25",
+}
+"""Architecture -> the module of LMDeploy's class."""
+
+
+class Rows(nn.Module):
+    """Takes the place of Qwen's towers: has their interface, and no parameters. LMDeploy calls it with rows in
+    place of pixels."""
+
+    _is_dummy_mod = True  # LMDeploy's loader leaves out weights for such a module
+
+    def __init__(self, vision_config: Any, num_levels: int) -> None:
+        super().__init__()
+        self.spatial_merge_size = vision_config.spatial_merge_size
+        self._num_levels = num_levels
+
+    def rot_pos_emb(self, _grid_thw: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(1, 1)
+
+    def fast_pos_embed_interpolate(self, _grid_thw: torch.Tensor) -> None:
+        return None
+
+    def forward(self, rows: torch.Tensor, **_kwargs: Any) -> Any:
+        """rows: [n, D * (1 + L)]. Returns them, or for models with deepstack [n, D] and L times [n, D]."""
+        if not self._num_levels:
+            return rows
+        main, *levels = rows.chunk(1 + self._num_levels, dim=-1)
+        return main, levels
+
+
+def _data(item: dict[str, Any], **fields: Any) -> MultiModalData:
+    """What the scheduler keeps of an image. The prefix cache tells images apart by ``content_hash``."""
+    start, end = item["offset"]
+    return MultiModalData(
+        item["pixel_values"],
+        start,
+        end,
+        content_hash=item["content_hash"],
+        modality=item["modality"],
+        **fields,
+    )
+
+
+class QwenInputs(qwen3_vl.Qwen3VLInputProcessor):  # type: ignore[misc]
+    def preprocess_input(
+        self, input_ids: list[int], input_multimodals: list[dict[str, Any]] | None = None, **_kwargs: Any
+    ) -> PreprocessInputResult:
+        images = []
+        for item in input_multimodals or ():
+            grid_thw = item["grid_thw"]
+            meta = {"grid_thw": grid_thw, "image_token_id": item["image_token_id"]}
+            images.append(_data(item, meta=meta, mrope_pos_ids=self.make_mrope(grid_thw)))
+        return PreprocessInputResult(input_ids, {"mm_data": images} if images else None)
+
+
+class KimiInputs:
+    def preprocess_input(
+        self, input_ids: list[int], input_multimodals: list[dict[str, Any]] | None = None, **_kwargs: Any
+    ) -> PreprocessInputResult:
+        images = []
+        for item in input_multimodals or ():
+            meta = {"grid_thws": item["grid_thw"][None], "image_token_id": item["image_token_id"]}
+            images.append(_data(item, meta=meta))
+        return PreprocessInputResult(input_ids, {"image": images} if images else None)
+
+
+def _without_tower(parent: Any) -> Any:
+    """A subclass of ``parent`` that builds no tower and loads none."""
+
+    class WithoutTower(parent):  # type: ignore[misc]
+        def __init__(self, config: Any, ctx_mgr: Any, **kwargs: Any) -> None:
+            context = dataclasses.replace(get_build_model_context(), language_model_only=True)
+            with build_model_context(context):
+                super().__init__(config, ctx_mgr, **kwargs)
+            self._take_rows(config, kwargs.get("dtype"))
+            num_parameters = sum(parameter.numel() for parameter in self.parameters())
+            logger.info("%s is built without a vision tower: %d parameters", parent.__name__, num_parameters)
+
+    WithoutTower.__name__ = WithoutTower.__qualname__ = parent.__name__
+    WithoutTower.__module__ = __name__
+    return WithoutTower
+
+
+def _qwen(parent: Any, *, has_deepstack: bool) -> Any:
+    class Qwen(_without_tower(parent)):  # type: ignore[misc]
+        def _take_rows(self, config: Any, dtype: Any) -> None:
+            vision = config.vision_config
+            rows = Rows(vision, len(vision.deepstack_visual_indexes) if has_deepstack else 0)
+            owner = self if has_deepstack else self.model
+            owner.visual = rows
+            self.input_processor = QwenInputs(config, dtype)
+
+    return Qwen
+
+
+def _kimi(parent: Any) -> Any:
+    class Kimi(_without_tower(parent)):  # type: ignore[misc]
+        def _take_rows(self, _config: Any, _dtype: Any) -> None:
+            self.language_model_only = False  # images are taken
+            self.input_processor = KimiInputs()
+
+        def get_image_features(self, rows: torch.Tensor, _grid_thws: torch.Tensor) -> list[torch.Tensor]:
+            return [rows]
+
+        def load_weights(self, weights: Any) -> None:
+            self.language_model_only = True  # the tower's weights are left out
+            try:
+                super().load_weights(weights)
+            finally:
+                self.language_model_only = False
+
+    return Kimi
+
+
+@functools.cache
+def __getattr__(architecture: str) -> Any:
+    if architecture not in CUSTOM_MODULE_MAP:
+        raise AttributeError(f"module {__name__} has no {architecture}")
+    name = MODULES[architecture]
+    parent = getattr(importlib.import_module(f"lmdeploy.pytorch.models.{name}"), architecture)
+    if name == "kimi_k25":
+        return _kimi(parent)
+    return _qwen(parent, has_deepstack=name.startswith("qwen3_vl"))

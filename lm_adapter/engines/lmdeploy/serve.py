@@ -1,0 +1,30 @@
+"""``lmdeploy serve`` with the plugin: ``python -m lm_adapter.engines.lmdeploy.serve api_server MODEL ...``.
+
+A module of its own and not the package's ``__main__``: Python imports it again in processes that LMDeploy
+spawns, among them the engine's.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from lm_adapter.engines.lmdeploy import install
+from lm_adapter.engines.lmdeploy.settings import Settings
+from lm_adapter.errors import InvalidRequest
+
+
+def main() -> None:
+    from lmdeploy.cli import run
+
+    Settings.of_variable(os.environ)  # before the model is read
+    sys.argv[1:1] = ["serve"]
+    run()
+
+
+try:
+    install()
+    if __name__ == "__main__":
+        main()
+except InvalidRequest as error:
+    sys.exit(f"LMDeploy does not start: {error.message}")

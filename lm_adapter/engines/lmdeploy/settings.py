@@ -1,0 +1,17 @@
+"""The plugin's settings in LMDeploy: one environment variable with a JSON object."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from lm_adapter.engines.shared import settings
+
+VARIABLE = "LMDEPLOY_VISION_ENCODER"
+"""Not ``VE_...``: the encoder refuses variables of its prefix that it does not know."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(settings.Settings):
+    ENGINE: ClassVar[str] = "LMDeploy"
+    SOURCE: ClassVar[str] = VARIABLE

@@ -1,0 +1,143 @@
+"""What LMDeploy's PyTorch engine needs to run on a CPU. A `.pth` file imports it in every process of the tests'
+environment (deploy/install_lmdeploy.py).
+
+LMDeploy's engine has no CPU device. Its own API server, processes, scheduler, caches, model agent, model classes
+and loader run here; what is replaced is the device below them:
+
+- streams and events of CUDA, which do nothing, as each operation has ended when it returns;
+- the attention, by plain torch on LMDeploy's own paged cache;
+- the check of the environment, the warm-up, and the amount of free memory;
+- with LMDEPLOY_ON_CPU_FLOAT32=1 in the environment the dtype: LMDeploy takes no float32, in which tokens are
+  equal to those of transformers.
+"""
+
+import contextlib
+import importlib.abc
+import importlib.machinery
+import os
+import sys
+from typing import Any
+
+FREE_BYTES = 256 << 20
+
+
+class Stream:
+    """Of torch.cuda, as are the functions below."""
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def wait_event(self, _event):
+        pass
+
+    wait_stream = synchronize = record_event = wait_event
+
+
+class Event:
+    def __init__(self, *_, **__):
+        pass
+
+    def record(self, *_):
+        pass
+
+    def query(self):
+        return True
+
+    wait = synchronize = record
+
+
+def replace_cuda(_lmdeploy):
+    import torch
+
+    torch.cuda.Stream, torch.cuda.Event = Stream, Event
+    torch.cuda.stream = lambda _stream: contextlib.nullcontext()
+    torch.cuda.current_stream = lambda *_: Stream()
+    torch.cuda.synchronize = torch.cuda.empty_cache = lambda *_: None
+    torch.Tensor.cuda = lambda tensor, **_: tensor.clone()
+
+
+def take_float32(config):
+    stock = config._update_torch_dtype
+
+    def update(model_config, dtype, device_type="auto"):
+        import torch
+
+        stock(model_config, dtype, device_type)
+        if os.environ.get("LMDEPLOY_ON_CPU_FLOAT32") == "1":
+            model_config.dtype = torch.float32
+        return model_config
+
+    config._update_torch_dtype = update
+    config.is_bf16_supported = lambda *_: True
+
+
+def take_bfloat16(vl_engine):
+    vl_engine.is_bf16_supported = lambda *_: True
+
+
+def choose_backend(selector):
+    from lmdeploy_cpu_backend import CpuBackend
+
+    selector._get_backend = lambda: CpuBackend
+
+
+def skip_check(engine):
+    class Checker:
+        def __init__(self, **_):
+            pass
+
+        def handle(self):
+            pass
+
+    engine.EngineChecker = Checker
+
+
+def use_cpu(agent):
+    class CpuAgent(agent.BaseModelAgent):
+        def __init__(self, *arguments, **options):
+            super().__init__(*arguments, **options)
+            self.device = "cpu"
+
+        def get_free_mem(self):
+            return FREE_BYTES
+
+        def warmup(self):
+            pass
+
+    agent.BaseModelAgent = CpuAgent
+
+    def to_cpu(value, non_blocking=False):
+        if hasattr(value, "to_device"):
+            return value.to_device("cpu")
+        return value.clone() if value is not None else None
+
+    agent._try_to_cuda = to_cpu
+
+
+AFTER_IMPORT = {
+    "lmdeploy": replace_cuda,
+    "lmdeploy.pytorch.backends.selector": choose_backend,
+    "lmdeploy.pytorch.config": take_float32,
+    "lmdeploy.pytorch.engine.engine": skip_check,
+    "lmdeploy.pytorch.engine.model_agent.agent": use_cpu,
+    "lmdeploy.vl.engine": take_bfloat16,
+}
+
+
+class Finder(importlib.abc.MetaPathFinder):
+    def find_spec(self, fullname, path=None, target=None):
+        act = AFTER_IMPORT.get(fullname)
+        if act is None:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path)
+        assert spec is not None
+        loader: Any = spec.loader
+        run = loader.exec_module
+        loader.exec_module = lambda module: (run(module), act(module))
+        return spec
+
+
+sys.meta_path.insert(0, Finder())
