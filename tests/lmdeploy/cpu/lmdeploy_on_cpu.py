@@ -4,7 +4,7 @@ environment (deploy/install_lmdeploy.py).
 LMDeploy's engine has no CPU device. Its own API server, processes, scheduler, caches, model agent, model classes
 and loader run here; what is replaced is the device below them:
 
-- streams and events of CUDA, which do nothing, as each operation has ended when it returns;
+- CUDA's streams and events, which do nothing, as each operation has ended when it returns; tensors made there;
 - the attention, by plain torch on LMDeploy's own paged cache;
 - the check of the environment, the warm-up, and the amount of free memory;
 - with LMDEPLOY_ON_CPU_FLOAT32=1 in the environment the dtype: LMDeploy takes no float32, in which tokens are
@@ -12,6 +12,7 @@ and loader run here; what is replaced is the device below them:
 """
 
 import contextlib
+import functools
 import importlib.abc
 import importlib.machinery
 import os
@@ -55,8 +56,23 @@ def replace_cuda(_lmdeploy):
     torch.cuda.Stream, torch.cuda.Event = Stream, Event
     torch.cuda.stream = lambda _stream: contextlib.nullcontext()
     torch.cuda.current_stream = lambda *_: Stream()
+    torch.cuda.get_device_name = lambda *_: "cpu"
     torch.cuda.synchronize = torch.cuda.empty_cache = lambda *_: None
     torch.Tensor.cuda = lambda tensor, **_: tensor.clone()
+
+
+    for name in ("empty", "zeros", "ones", "full", "tensor", "arange"):
+        setattr(torch, name, on_cpu(getattr(torch, name)))
+
+
+def on_cpu(factory):
+    @functools.wraps(factory)
+    def make(*arguments, **options):
+        if str(options.get("device")).startswith("cuda"):
+            options["device"] = "cpu"
+        return factory(*arguments, **options)
+
+    return make
 
 
 def take_float32(config):
