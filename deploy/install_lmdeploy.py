@@ -38,7 +38,9 @@ def main() -> None:
     install(f"torch=={torch}", *wanted, "-e", f"{ROOT}[serve,lmdeploy,test]")
     site = Path(sysconfig.get_path("purelib"))
     mend(site)
-    (site / "_lmdeploy_cpu.pth").write_text(f"{ROOT / 'tests' / 'lmdeploy' / 'cpu'}\nimport lmdeploy_on_cpu\n")
+    (site / "_lmdeploy_cpu.pth").write_text(
+        f"{ROOT / 'tests' / 'lmdeploy' / 'cpu'}\nimport lmdeploy_on_cpu\n"
+    )
     print(f"LMDeploy {importlib.metadata.version('lmdeploy')}, torch {torch}")
 
 

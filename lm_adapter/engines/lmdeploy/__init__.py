@@ -1,8 +1,8 @@
 """LMDeploy 0.18 without its vision tower: a plugin for its PyTorch engine, fed by the service.
 
-LMDeploy has no plugin interface. ``install`` replaces the names in LMDeploy that ``interfaces`` lists, in the API
-server and in the engine's process. ``docs/lmdeploy.md`` has the command line. An image passes the modules in
-this order:
+LMDeploy has no plugin interface. ``install`` replaces the names in LMDeploy that ``interfaces`` lists, in the
+API server and in the engine's process. ``docs/lmdeploy.md`` has the command line. An image passes the modules
+in this order:
 
 - ``serve``       starts LMDeploy with the plugin; LMDeploy's engine process imports it again
 - ``media``       API server: an image stays an undecoded file
@@ -13,8 +13,8 @@ this order:
 - ``module_map``  each rank: the file by which LMDeploy finds the model classes
 - ``models``      each rank: LMDeploy's model classes without a tower
 
-Every failure of a request happens in ``encoder``, before the engine gets the request: an exception there would
-end it for good. ``settings`` reads the settings.
+Every failure of a request happens in ``encoder``, before the engine gets the request: an exception there
+would end it for good. ``settings`` reads the settings.
 """
 
 from __future__ import annotations

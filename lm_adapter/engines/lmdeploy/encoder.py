@@ -1,8 +1,8 @@
 """LMDeploy's image encoder, fed by the service.
 
-Replaces decoding and the reference processor. LMDeploy prepares the images of all requests on one thread; here
-they are encoded at the same time. Owns the answer to a client whose image has no rows. Computes the grid from
-the size in the file's header, by the reference's rule; the grid of the encoder's rows has to be equal.
+Replaces decoding and the reference processor. LMDeploy prepares the images of all requests on one thread;
+here they are encoded at the same time. Owns the answer to a client whose image has no rows. Computes the grid
+from the size in the file's header, by the reference's rule; the grid of the encoder's rows has to be equal.
 """
 
 from __future__ import annotations

@@ -25,9 +25,7 @@ CALLED: Mapping[str, tuple[str, ...]] = {
         *("PytorchEngineConfig.mp_engine_backend", "PytorchEngineConfig.session_len"),
         "ResponseType.INTERNAL_ENGINE_ERROR",
     ),
-    "lmdeploy.pytorch.config": (
-        *("ModelConfig.custom_module_map", "_update_torch_dtype(config, dtype)"),
-    ),
+    "lmdeploy.pytorch.config": (*("ModelConfig.custom_module_map", "_update_torch_dtype(config, dtype)"),),
     "lmdeploy.pytorch.engine.input_process": ("PreprocessInputResult(input_ids, input_multimodals)",),
     f"{MODELS}.module_map": ("CUSTOM_MODULE_MAP", "LMDEPLOY_PYTORCH_MODEL_PATH"),
     f"{MODELS}.patch": (

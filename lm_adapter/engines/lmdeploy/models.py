@@ -34,8 +34,8 @@ MODULES = {
 
 
 class Rows(nn.Module):
-    """Takes the place of Qwen's towers: has their interface, and no parameters. LMDeploy calls it with rows in
-    place of pixels."""
+    """Takes the place of Qwen's towers: has their interface, and no parameters. LMDeploy calls it with rows
+    in place of pixels."""
 
     _is_dummy_mod = True  # LMDeploy's loader leaves out weights for such a module
 
@@ -61,14 +61,8 @@ class Rows(nn.Module):
 def _data(item: dict[str, Any], **fields: Any) -> MultiModalData:
     """What the scheduler keeps of an image. The prefix cache tells images apart by ``content_hash``."""
     start, end = item["offset"]
-    return MultiModalData(
-        item["pixel_values"],
-        start,
-        end,
-        content_hash=item["content_hash"],
-        modality=item["modality"],
-        **fields,
-    )
+    rows, modality = item["pixel_values"], item["modality"]
+    return MultiModalData(rows, start, end, modality=modality, content_hash=item["content_hash"], **fields)
 
 
 class QwenInputs(qwen3_vl.Qwen3VLInputProcessor):  # type: ignore[misc]

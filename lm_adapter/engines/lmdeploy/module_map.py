@@ -1,7 +1,7 @@
 """The model classes without towers, by architecture.
 
-LMDeploy loads this file in each process that builds a model, by its path in ``ModelConfig.custom_module_map``,
-which travels to Ray's actors too.
+LMDeploy loads this file in each process that builds a model, by its path in
+``ModelConfig.custom_module_map``, which travels to Ray's actors too.
 """
 
 CUSTOM_MODULE_MAP = {

@@ -42,7 +42,7 @@ class RowsFile:
         self.inode = os.fstat(self.fd).st_ino
 
     def write(self) -> list[RowsHandle]:
-        """Copies the rows. Returns a handle for each image, in order. Raises OSError if there is no memory."""
+        """Copies the rows. Returns a handle for each image, in order. Raises OSError without memory."""
         handles, offset = [], 0
         for rows in self._rows:
             left, at = memoryview(rows.raw()).cast("B"), offset

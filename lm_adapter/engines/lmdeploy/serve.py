@@ -10,14 +10,17 @@ import os
 import sys
 
 from lm_adapter.engines.lmdeploy import install
+from lm_adapter.engines.lmdeploy.interfaces import logger
 from lm_adapter.engines.lmdeploy.settings import Settings
-from lm_adapter.errors import InvalidRequest
+from lm_adapter.engines.shared.first_contact import start_of
+from lm_adapter.errors import EncoderError
 
 
 def main() -> None:
     from lmdeploy.cli import run
 
-    Settings.of_variable(os.environ)  # before the model is read
+    with start_of(Settings.ENGINE, logger):
+        Settings.of_variable(os.environ)  # before the model is read
     sys.argv[1:1] = ["serve"]
     run()
 
@@ -26,5 +29,5 @@ try:
     install()
     if __name__ == "__main__":
         main()
-except InvalidRequest as error:
-    sys.exit(f"LMDeploy does not start: {error.message}")
+except EncoderError:
+    sys.exit(1)  # the reason has been logged

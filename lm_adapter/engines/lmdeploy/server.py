@@ -1,7 +1,7 @@
 """What is replaced in the API server's process.
 
-Owns what ends a start that would serve images by LMDeploy's own tower or not at all, and how long rows are kept
-for the engine.
+Owns what ends a start that would serve images by LMDeploy's own tower or not at all, and how long rows are
+kept for the engine.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def _with_an_encoder(stock: Any) -> Any:
             if not isinstance(getattr(self, "vl_encoder", None), RowEncoder):
                 check_model(model_path, kwargs.get("trust_remote_code", False))
                 raise InvalidRequest(
-                    "--language-model-only refuses images: start LMDeploy without it, the plugin leaves the tower "
-                    "out by itself"
+                    "--language-model-only refuses images: start LMDeploy without it, the plugin leaves the "
+                    "tower out by itself"
                 )
         stock(self, model_path, *args, **kwargs)
 
@@ -59,14 +59,13 @@ def _keeping_rows(stock: Any) -> Any:
     async def async_stream_infer(self: Any, session_id: int, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
         """LMDeploy drops a request once it is pickled. Here its rows stay until the first token, by which the
         engine's process has mapped them."""
-        kept = kwargs.get("multimodal")
+        kept = [kwargs.get("multimodal")]
         outputs = stock(self, session_id, *args, **kwargs)
         kwargs.clear()
         async with contextlib.aclosing(outputs):
             async for output in outputs:
-                kept = None
+                kept.clear()
                 yield output
-        del kept
 
     return async_stream_infer
 

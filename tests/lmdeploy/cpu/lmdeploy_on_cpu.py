@@ -60,7 +60,6 @@ def replace_cuda(_lmdeploy):
     torch.cuda.synchronize = torch.cuda.empty_cache = lambda *_: None
     torch.Tensor.cuda = lambda tensor, **_: tensor.clone()
 
-
     for name in ("empty", "zeros", "ones", "full", "tensor", "arange"):
         setattr(torch, name, on_cpu(getattr(torch, name)))
 
