@@ -23,6 +23,9 @@ ENGINES_NEXT_STAMP := $(ENGINES_NEXT_VENV)/.setup-done
 # SGLang with its own.
 SGLANG_VENV := .venv-sglang
 SGLANG_STAMP := $(SGLANG_VENV)/.setup-done
+# LMDeploy with its own.
+LMDEPLOY_VENV := .venv-lmdeploy
+LMDEPLOY_STAMP := $(LMDEPLOY_VENV)/.setup-done
 # SMG and TokenSpeed with theirs.
 TOKENSPEED_VENV := .venv-tokenspeed
 TOKENSPEED_STAMP := $(TOKENSPEED_VENV)/.setup-done
@@ -30,7 +33,7 @@ CHECKPOINT := build/checkpoints/qwen3_vl-small
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup setup-engines test test-all test-long test-engines test-engines-all test-engines-next test-sglang test-sglang-all test-tokenspeed test-fleet test-gpu lint format docs docs-settings proto proto-check engine-pins bench bench-transport bench-serve bench-fleet demo serve fleet clean
+.PHONY: help setup setup-engines test test-all test-long test-engines test-engines-all test-engines-next test-sglang test-sglang-all setup-lmdeploy test-lmdeploy test-tokenspeed test-fleet test-gpu lint format docs docs-settings proto proto-check engine-pins bench bench-transport bench-serve bench-fleet demo serve fleet clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -106,7 +109,17 @@ $(TOKENSPEED_STAMP): pyproject.toml deploy/install_tokenspeed.py deploy/install_
 test-tokenspeed: $(TOKENSPEED_STAMP) ## Run SMG's gateway and TokenSpeed's receiver on the CPU with rows from the service
 	OMP_NUM_THREADS=1 $(TOKENSPEED_VENV)/bin/python -m pytest --durations=5 $(LATE) tests/tokenspeed
 
-setup-engines: $(ENGINES_STAMP) $(ENGINES_NEXT_STAMP) $(SGLANG_STAMP) $(TOKENSPEED_STAMP) ## Create the environments of the engines' tests
+$(LMDEPLOY_STAMP): pyproject.toml deploy/install_lmdeploy.py deploy/install_engines.py deploy/install.py
+	@test -x $(LMDEPLOY_VENV)/bin/python || $(PYTHON) -m venv $(LMDEPLOY_VENV)
+	$(LMDEPLOY_VENV)/bin/python deploy/install_lmdeploy.py
+	@touch $@
+
+setup-lmdeploy: $(LMDEPLOY_STAMP) ## Create the environment of LMDeploy's tests
+
+test-lmdeploy: $(LMDEPLOY_STAMP) ## Run LMDeploy on the CPU with image rows from the service (two minutes)
+	OMP_NUM_THREADS=1 $(LMDEPLOY_VENV)/bin/python -m pytest -n 2 --dist loadfile --durations=5 tests/lmdeploy
+
+setup-engines: $(ENGINES_STAMP) $(ENGINES_NEXT_STAMP) $(SGLANG_STAMP) $(LMDEPLOY_STAMP) $(TOKENSPEED_STAMP) ## Create the environments of the engines' tests
 
 # A fleet takes both cores: one file at a time.
 test-fleet: $(STAMP) ## Run encoders behind a real Envoy through kills, scaling, stalls and restarts (four minutes)
@@ -187,5 +200,5 @@ $(CHECKPOINT)/config.json: | $(STAMP)
 	mv $(CHECKPOINT).partial $(CHECKPOINT)
 
 clean: ## Remove what the targets made, the environments included
-	rm -rf build dist demo-output $(VENV) $(ENGINES_VENV) $(ENGINES_NEXT_VENV) $(SGLANG_VENV) $(TOKENSPEED_VENV) .venv-proto .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf build dist demo-output $(VENV) $(ENGINES_VENV) $(ENGINES_NEXT_VENV) $(SGLANG_VENV) $(LMDEPLOY_VENV) $(TOKENSPEED_VENV) .venv-proto .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

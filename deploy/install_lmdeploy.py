@@ -38,9 +38,8 @@ def main() -> None:
     install(f"torch=={torch}", *wanted, "-e", f"{ROOT}[serve,lmdeploy,test]")
     site = Path(sysconfig.get_path("purelib"))
     mend(site)
-    (site / "_lmdeploy_cpu.pth").write_text(
-        f"{ROOT / 'tests' / 'lmdeploy' / 'cpu'}\nimport lmdeploy_on_cpu\n"
-    )
+    folder = ROOT / "tests" / "lmdeploy" / "cpu"
+    (site / "_lmdeploy_cpu.pth").write_text(f"{folder}\nimport lmdeploy_on_cpu\n")
     print(f"LMDeploy {importlib.metadata.version('lmdeploy')}, torch {torch}")
 
 

@@ -16,7 +16,8 @@ and sizes.
    then ``splicer.drop_before(end)``.
 
 Some engines need more: ``clip_texts`` for the timestamps between a clip's frames, before the second call;
-``prefix_cache`` for ids that differ by content; ``rotary`` to apply M-RoPE. vLLM and SGLang splice rows
-themselves. vLLM splices from its encoder cache: its plugin makes only the first call, and checks the rows
-with ``check_rows``. SGLang's plugin makes the first three calls.
+``prefix_cache`` for ids that differ by content; ``rotary`` to apply M-RoPE. vLLM, SGLang and LMDeploy
+splice rows themselves. vLLM splices from its encoder cache: its plugin makes only the first call, and checks
+the rows with ``check_rows``. The plugins of SGLang and LMDeploy make the first two calls, SGLang's also the
+third.
 """

@@ -19,6 +19,13 @@ DEVICE_CODE = (
     "lm_adapter.prefill.kernels.",
 )
 ENGINE_CODE = (
+    "lm_adapter.engines.lmdeploy.encoder",
+    "lm_adapter.engines.lmdeploy.engine",
+    "lm_adapter.engines.lmdeploy.media",
+    "lm_adapter.engines.lmdeploy.models",
+    "lm_adapter.engines.lmdeploy.rows_file",
+    "lm_adapter.engines.lmdeploy.serve",
+    "lm_adapter.engines.lmdeploy.server",
     "lm_adapter.engines.sglang.models",
     "lm_adapter.engines.sglang.processors",
     "lm_adapter.engines.vllm.api_server.glm",

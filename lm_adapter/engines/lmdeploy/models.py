@@ -1,6 +1,6 @@
 """LMDeploy's model classes without their vision towers.
 
-Owns subclasses with the names of their parents. A tower's place is taken by a module that returns the rows of
+Owns subclasses with the names of their parents, made where they are asked for. A tower's place is taken by a module that returns the rows of
 the request. M-RoPE, deepstack, chunks of a prompt and the prefix cache stay LMDeploy's own.
 """
 
@@ -100,8 +100,6 @@ def _without_tower(parent: Any) -> Any:
             num_parameters = sum(parameter.numel() for parameter in self.parameters())
             logger.info("%s is built without a vision tower: %d parameters", parent.__name__, num_parameters)
 
-    WithoutTower.__name__ = WithoutTower.__qualname__ = parent.__name__
-    WithoutTower.__module__ = __name__
     return WithoutTower
 
 
@@ -143,5 +141,8 @@ def __getattr__(architecture: str) -> Any:
     name = MODULES[architecture]
     parent = getattr(importlib.import_module(f"lmdeploy.pytorch.models.{name}"), architecture)
     if name == "kimi_k25":
-        return _kimi(parent)
-    return _qwen(parent, has_deepstack=name.startswith("qwen3_vl"))
+        model = _kimi(parent)
+    else:
+        model = _qwen(parent, has_deepstack=name.startswith("qwen3_vl"))
+    model.__name__ = model.__qualname__ = architecture
+    return model

@@ -14,7 +14,7 @@ class PagedAttention:
     def __init__(self, spec):
         self._scale = spec.scale
         assert spec.causal
-        assert not (spec.alibi or spec.sliding_window or spec.use_flash_mla or spec.learnable_sink)
+        assert not any((spec.alibi, spec.sliding_window, spec.use_flash_mla, spec.learnable_sink))
 
     def forward(self, q_THD, k_TKD, v_TKD, k_PBKD, v_PBKD, attn_metadata, **_):
         out = torch.empty(*q_THD.shape[:-1], v_TKD.shape[-1], dtype=q_THD.dtype)

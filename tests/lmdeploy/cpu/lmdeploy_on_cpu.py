@@ -1,10 +1,10 @@
-"""What LMDeploy's PyTorch engine needs to run on a CPU. A `.pth` file imports it in every process of the tests'
-environment (deploy/install_lmdeploy.py).
+"""What LMDeploy's PyTorch engine needs to run on a CPU. A `.pth` file imports it in every process of the
+tests' environment (deploy/install_lmdeploy.py).
 
-LMDeploy's engine has no CPU device. Its own API server, processes, scheduler, caches, model agent, model classes
-and loader run here; what is replaced is the device below them:
+LMDeploy's engine has no CPU device. Its own API server, processes, scheduler, caches, model agent, model
+classes and loader run here; what is replaced is the device below them:
 
-- CUDA's streams and events, which do nothing, as each operation has ended when it returns; tensors made there;
+- CUDA's streams and events, which do nothing, as each operation has ended when it returns; its tensors;
 - the attention, by plain torch on LMDeploy's own paged cache;
 - the check of the environment, the warm-up, and the amount of free memory;
 - with LMDEPLOY_ON_CPU_FLOAT32=1 in the environment the dtype: LMDeploy takes no float32, in which tokens are
@@ -17,6 +17,7 @@ import importlib.abc
 import importlib.machinery
 import os
 import sys
+import types
 from typing import Any
 
 FREE_BYTES = 256 << 20
@@ -57,6 +58,7 @@ def replace_cuda(_lmdeploy):
     torch.cuda.stream = lambda _stream: contextlib.nullcontext()
     torch.cuda.current_stream = lambda *_: Stream()
     torch.cuda.get_device_name = lambda *_: "cpu"
+    torch.cuda.get_device_properties = lambda *_: types.SimpleNamespace(major=8, minor=0)
     torch.cuda.synchronize = torch.cuda.empty_cache = lambda *_: None
     torch.Tensor.cuda = lambda tensor, **_: tensor.clone()
 
@@ -77,6 +79,7 @@ def on_cpu(factory):
 def take_float32(config):
     stock = config._update_torch_dtype
 
+    @functools.wraps(stock)
     def update(model_config, dtype, device_type="auto"):
         import torch
 
@@ -86,11 +89,10 @@ def take_float32(config):
         return model_config
 
     config._update_torch_dtype = update
-    config.is_bf16_supported = lambda *_: True
 
 
-def take_bfloat16(vl_engine):
-    vl_engine.is_bf16_supported = lambda *_: True
+def take_bfloat16(utils):
+    utils.is_bf16_supported = lambda *_: True
 
 
 def choose_backend(selector):
@@ -138,7 +140,7 @@ AFTER_IMPORT = {
     "lmdeploy.pytorch.config": take_float32,
     "lmdeploy.pytorch.engine.engine": skip_check,
     "lmdeploy.pytorch.engine.model_agent.agent": use_cpu,
-    "lmdeploy.vl.engine": take_bfloat16,
+    "lmdeploy.utils": take_bfloat16,
 }
 
 
