@@ -23,6 +23,8 @@ from bench.harness.processes import environment
 from lm_adapter.engines.lmdeploy.interfaces import INTERFACES
 from lm_adapter.engines.lmdeploy.module_map import CUSTOM_MODULE_MAP
 from lm_adapter.engines.lmdeploy.rows_file import RowsFile, RowsHandle
+from lm_adapter.engines.lmdeploy.settings import VARIABLE
+from lm_adapter.errors import InvalidRequest
 from lm_adapter.items import Grid
 from lm_adapter.types import EncodedRows
 
@@ -126,6 +128,27 @@ def test_p32_a_request_whose_rows_are_gone_ends_alone() -> None:
         return [output.status async for output in outputs]
 
     assert asyncio.run(run()) == [ResponseType.INTERNAL_ENGINE_ERROR]
+
+
+@pytest.mark.parametrize(
+    ("backend", "options", "words"),
+    [
+        ("turbomind", {}, "set --backend pytorch"),
+        ("pytorch", {"mp_engine_backend": "ray"}, "mp_engine_backend"),
+    ],
+)
+def test_an_engine_that_gets_no_rows_ends_the_start(
+    backend: str, options: dict[str, str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TurboMind is LMDeploy's default for Qwen3.5 where its library loads, which needs CUDA 12."""
+    from lmdeploy.messages import PytorchEngineConfig
+
+    from lm_adapter.engines.lmdeploy.encoder import RowEncoder
+
+    monkeypatch.setenv(VARIABLE, '{"target": "127.0.0.1:1"}')
+    checkpoint = write_checkpoint(tmp_path / "model", "qwen3_5")
+    with pytest.raises(InvalidRequest, match=words):
+        RowEncoder(str(checkpoint), backend, backend_config=PytorchEngineConfig(**options))
 
 
 def test_this_lmdeploy_has_what_the_plugin_uses() -> None:

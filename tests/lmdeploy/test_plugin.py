@@ -14,7 +14,6 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import httpx
 import numpy as np
@@ -31,11 +30,11 @@ from lm_adapter.testing import Fault
 from tests.engines.faults import FAULTS, OTHER_MODELS, answer_to, in_place_of, new_picture, script_for
 from tests.engines.pictures import picture
 from tests.engines.stack import TIMEOUT_S
+from tests.lmdeploy.answers import ONE, num_cached
 from tests.sglang.reference import IMAGE, Reference, prompt
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore")]
 
-ONE = prompt(IMAGE, "What is in the picture?")
 TEXT = prompt("Say something about waves.")
 CASES = (
     (ONE, (0,)),
@@ -133,34 +132,10 @@ def test_rows_come_through_shared_memory(server: Lmdeploy, encoder: Encoder) -> 
 def test_p12_a_second_turn_reuses_the_first_images_prefix(server: Lmdeploy, reference: Reference) -> None:
     """By content: of another picture of the same size nothing is taken."""
     image, other = (new_picture()[0] for _ in range(2))
-
-    def messages(first: bytes, *further: str) -> list[dict[str, Any]]:
-        parts = [
-            {"type": "image_url", "image_url": {"url": data_url(first)}},
-            {
-                "type": "text",
-                "text": "What is in the picture? Describe it at length, as a poem in five lines.",
-            },
-        ]
-        turns: list[dict[str, Any]] = [{"role": "user", "content": parts}]
-        for role, text in zip(("assistant", "user"), further, strict=False):
-            turns.append({"role": role, "content": text})
-        return turns
-
-    def num_cached(first: bytes, *further: str) -> int:
-        body = {"messages": messages(first, *further), "stream": True, "max_tokens": 2}
-        body["stream_options"] = {"include_usage": True}
-        answer = server.chat(first, **body)
-        assert answer.status_code == 200, answer.text
-        usages = [json.loads(line[6:]).get("usage") for line in answer.text.splitlines() if line[6:7] == "{"]
-        (usage,) = filter(None, usages)
-        details = usage.get("prompt_tokens_details") or {}
-        return details.get("cached_tokens") or 0
-
     num_rows = 80
-    assert num_cached(image) < num_rows
-    assert num_cached(other, "A wave.", "And now?") < num_rows
-    assert num_cached(image, "A wave.", "And now?") > num_rows
+    assert num_cached(server, image) < num_rows
+    assert num_cached(server, other, "A wave.", "And now?") < num_rows
+    assert num_cached(server, image, "A wave.", "And now?") > num_rows
     # A hit gives the tokens of a whole prefill.
     turns = f"{ONE}A wave.<|im_end|>\n{prompt(IMAGE, 'And this one?')}"
     server.tokens(ONE, [image])

@@ -1,7 +1,8 @@
 """LMDeploy's model classes without their vision towers.
 
-Owns subclasses with the names of their parents, made where they are asked for. A tower's place is taken by a module that returns the rows of
-the request. M-RoPE, deepstack, chunks of a prompt and the prefix cache stay LMDeploy's own.
+Owns subclasses with the names of their parents, made where they are asked for. A tower's place is taken by a
+module that returns the rows of the request. M-RoPE, deepstack, chunks of a prompt and the prefix cache stay
+LMDeploy's own.
 """
 
 from __future__ import annotations
@@ -140,9 +141,7 @@ def __getattr__(architecture: str) -> Any:
         raise AttributeError(f"module {__name__} has no {architecture}")
     name = MODULES[architecture]
     parent = getattr(importlib.import_module(f"lmdeploy.pytorch.models.{name}"), architecture)
-    if name == "kimi_k25":
-        model = _kimi(parent)
-    else:
-        model = _qwen(parent, has_deepstack=name.startswith("qwen3_vl"))
+    is_kimi = name == "kimi_k25"
+    model = _kimi(parent) if is_kimi else _qwen(parent, has_deepstack=name.startswith("qwen3_vl"))
     model.__name__ = model.__qualname__ = architecture
     return model

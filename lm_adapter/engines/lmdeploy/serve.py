@@ -17,17 +17,19 @@ from lm_adapter.errors import EncoderError
 
 
 def main() -> None:
+    with start_of(Settings.ENGINE, logger):
+        Settings.of_variable(os.environ)  # before LMDeploy is imported, which takes long
+    install()
     from lmdeploy.cli import run
 
-    with start_of(Settings.ENGINE, logger):
-        Settings.of_variable(os.environ)  # before the model is read
     sys.argv[1:1] = ["serve"]
     run()
 
 
 try:
-    install()
     if __name__ == "__main__":
         main()
+    else:
+        install()
 except EncoderError:
     sys.exit(1)  # the reason has been logged

@@ -1,0 +1,48 @@
+"""Answers of a server with the likelihoods of its tokens, and what it took from its prefix cache."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from bench.harness.lmdeploy import Lmdeploy
+from bench.harness.processes import data_url
+from tests.sglang.reference import IMAGE, prompt
+
+ONE = prompt(IMAGE, "What is in the picture?")
+LOGPROBS = ("--logprobs-mode", "raw_logprobs")
+"""The option that a comparison needs."""
+
+
+def answers(server: Lmdeploy, images: Sequence[bytes]) -> list[dict[str, Any]]:
+    """In the form of ``agree``."""
+    found = []
+    for image in images:
+        response = server.generate(ONE, [image], return_logprob=True, top_logprobs_num=8)
+        assert response.status_code == 200, response.text
+        answer = response.json()
+        steps = answer["meta_info"]["output_top_logprobs"]
+        found.append(
+            {
+                "tokens": answer["output_ids"],
+                "logprobs": [{str(token): value for value, token in step} for step in steps],
+                "num_prompt": answer["meta_info"]["prompt_tokens"],
+            }
+        )
+    return found
+
+
+def num_cached(server: Lmdeploy, image: bytes, *further: str) -> int:
+    """Tokens of a conversation that the prefix cache had. further: turns after the first, alternating."""
+    question = "What is in the picture? Describe it at length, as a poem in five lines."
+    parts = [{"type": "image_url", "image_url": {"url": data_url(image)}}, {"type": "text", "text": question}]
+    turns: list[dict[str, Any]] = [{"role": "user", "content": parts}]
+    roles = ("assistant", "user") * len(further)
+    turns += [{"role": role, "content": text} for role, text in zip(roles, further, strict=False)]
+    fields = {"messages": turns, "stream": True, "max_tokens": 2, "stream_options": {"include_usage": True}}
+    answer = server.chat(image, **fields)
+    assert answer.status_code == 200, answer.text
+    usages = [json.loads(line[6:]).get("usage") for line in answer.text.splitlines() if line[6:7] == "{"]
+    (usage,) = filter(None, usages)
+    return (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
