@@ -1,7 +1,7 @@
-"""A real LMDeploy and a real encoder on one GPU: tokens are those of LMDeploy's own tower, and no failure ends
-the engine.
+"""A real LMDeploy and a real encoder on one GPU: tokens are those of LMDeploy's own tower, and no failure
+ends the engine.
 
-Needs LMDeploy's wheel, which nothing here installs. LMDEPLOY_GPU_ARGUMENTS: further arguments of both servers.
+Needs LMDeploy's wheel, which nothing here installs. LMDEPLOY_GPU_ARGUMENTS: further arguments of both.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ def test_rows_arrive_by_their_handles_and_are_freed_with_the_request() -> None:
         file = None
         received: list[RowsHandle] = pickle.loads(pickle.dumps(handles))
         opened = [handle.open() for handle in received]
-        assert [bits(one) for one in opened] == [one.payload.tobytes() for one in sent]
+        assert [bits(one) for one in opened] == [one.raw().tobytes() for one in sent]
         assert [one.shape for one in opened] == [(3, WIDTH), (7, WIDTH)]
         assert not given_back
         handles.clear()
@@ -61,7 +61,7 @@ def test_rows_arrive_by_their_handles_and_are_freed_with_the_request() -> None:
         await asyncio.sleep(0)
         assert given_back == [True]
         # Who has mapped the rows keeps them; who comes later gets an error, not other rows.
-        assert bits(opened[0]) == sent[0].payload.tobytes()
+        assert bits(opened[0]) == sent[0].raw().tobytes()
         for handle in received:
             with pytest.raises(OSError, match=r"No such file|other content"):
                 handle.open()
@@ -101,7 +101,7 @@ def test_p13_nothing_is_left_of_a_process_that_is_killed() -> None:
     assert holder.stdout is not None
     data = os.read(holder.stdout.fileno(), 1 << 16)
     (handle,) = pickle.loads(data)
-    assert bits(handle.open()) == encoded(300, 5).payload.tobytes()
+    assert bits(handle.open()) == encoded(300, 5).raw().tobytes()
     assert set(os.listdir("/dev/shm")) <= before
     holder.send_signal(signal.SIGKILL)
     holder.wait(30)
@@ -206,7 +206,7 @@ def test_rows_take_the_place_of_the_towers_output(family: str) -> None:
     from lm_adapter.engines.lmdeploy import models
 
     grid = torch.tensor([1, 4, 6])
-    item = {
+    item: dict[str, Any] = {
         "modality": "image", "pixel_values": torch.randn(6, WIDTH), "grid_thw": grid, "offset": (2, 8),
         "image_token_id": 5, "content_hash": "0f",
     }  # fmt: skip

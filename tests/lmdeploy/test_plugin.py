@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
@@ -53,7 +54,7 @@ def server(
     """Prefill is in chunks of 64 tokens."""
     arguments = [*SERVING, *SMALL, "--enable-prefix-caching", "--max-prefill-token-num", "64"]
     arguments += ["--cache-block-seq-len", "16"]
-    settings = {"timeout_s": TIMEOUT_S, "retry_s": 2.0, "finite": True}
+    settings: dict[str, Any] = {"timeout_s": TIMEOUT_S, "retry_s": 2.0, "finite": True}
     with Lmdeploy(
         checkpoint, tmp_path_factory.mktemp("server"), encoder.target, arguments, **settings
     ) as running:
@@ -191,15 +192,13 @@ def test_p32_an_encoder_that_is_killed_and_comes_back(
     try:
         started_s = time.monotonic()
         with ThreadPoolExecutor(8) as pool:
-            asked = [
-                pool.submit(ask, new_picture()[0], **fields)
-                for ask in (
-                    lambda one, **fields: server.generate(ONE, [one], **fields),
-                    server.chat,
-                    server.message,
-                )
-                for fields in ({}, {"stream": True})
-            ]
+            asked: list[Any] = []
+            for is_stream in (False, True):
+                fields: Any = {"stream": is_stream}
+                asked.append(pool.submit(server.generate, ONE, [new_picture()[0]], **fields))
+                asked += [
+                    pool.submit(ask, new_picture()[0], **fields) for ask in (server.chat, server.message)
+                ]
             text = pool.submit(server.tokens, TEXT, [])
             for answer in asked:
                 rejected(answer.result(), 503, "UNAVAILABLE")

@@ -45,7 +45,8 @@ class RowsFile:
         """Copies the rows. Returns a handle for each image, in order. Raises OSError without memory."""
         handles, offset = [], 0
         for rows in self._rows:
-            left, at = memoryview(rows.raw()).cast("B"), offset
+            data: Any = rows.raw()
+            left, at = memoryview(data).cast("B"), offset
             while left:
                 num_written = os.pwrite(self.fd, left, at)
                 left, at = left[num_written:], at + num_written

@@ -35,9 +35,9 @@ class PagedAttention:
             where = tuple(index[num_all - num_new :] for index in at)
             k_PBKD[where], v_PBKD[where] = k_TKD[new], v_TKD[new]
             mask = torch.ones(num_new, num_all, dtype=torch.bool).tril(num_all - num_new)
-            heads = (one.transpose(0, 1) for one in (q_THD[new], k_PBKD[at], v_PBKD[at]))
+            q, k, v = (one.transpose(0, 1) for one in (q_THD[new], k_PBKD[at], v_PBKD[at]))
             attended = scaled_dot_product_attention(
-                *heads, attn_mask=mask, scale=self._scale, enable_gqa=True
+                q, k, v, attn_mask=mask, scale=self._scale, enable_gqa=True
             )
             out[new] = attended.transpose(0, 1)
         return out
@@ -53,8 +53,8 @@ class FlashAttention:
         out = torch.empty_like(q_THD)
         for start, num in zip(q_start_loc.tolist(), q_seqlens.tolist(), strict=True):
             part = slice(start, start + num)
-            heads = (one[part].transpose(0, 1) for one in (q_THD, k_TKD, v_TKD))
-            out[part] = scaled_dot_product_attention(*heads, scale=self._scale).transpose(0, 1)
+            q, k, v = (one[part].transpose(0, 1) for one in (q_THD, k_TKD, v_TKD))
+            out[part] = scaled_dot_product_attention(q, k, v, scale=self._scale).transpose(0, 1)
         return out
 
 

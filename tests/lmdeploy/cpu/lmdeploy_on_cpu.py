@@ -13,6 +13,7 @@ classes and loader run here; what is replaced is the device below them:
 
 import contextlib
 import functools
+import importlib
 import importlib.abc
 import importlib.machinery
 import os
@@ -54,13 +55,16 @@ class Event:
 def replace_cuda(_lmdeploy):
     import torch
 
-    torch.cuda.Stream, torch.cuda.Event = Stream, Event
-    torch.cuda.stream = lambda _stream: contextlib.nullcontext()
-    torch.cuda.current_stream = lambda *_: Stream()
-    torch.cuda.get_device_name = lambda *_: "cpu"
-    torch.cuda.get_device_properties = lambda *_: types.SimpleNamespace(major=8, minor=0)
-    torch.cuda.synchronize = torch.cuda.empty_cache = lambda *_: None
-    torch.Tensor.cuda = lambda tensor, **_: tensor.clone()
+    cuda: Any = torch.cuda
+    tensor: Any = torch.Tensor
+
+    cuda.Stream, cuda.Event = Stream, Event
+    cuda.stream = lambda _stream: contextlib.nullcontext()
+    cuda.current_stream = lambda *_: Stream()
+    cuda.get_device_name = lambda *_: "cpu"
+    cuda.get_device_properties = lambda *_: types.SimpleNamespace(major=8, minor=0)
+    cuda.synchronize = cuda.empty_cache = lambda *_: None
+    tensor.cuda = lambda one, **_: one.clone()
 
     for name in ("empty", "zeros", "ones", "full", "tensor", "arange"):
         setattr(torch, name, on_cpu(getattr(torch, name)))
@@ -96,9 +100,9 @@ def take_bfloat16(utils):
 
 
 def choose_backend(selector):
-    from lmdeploy_cpu_backend import CpuBackend
+    backend: Any = importlib.import_module("lmdeploy_cpu_backend")
 
-    selector._get_backend = lambda: CpuBackend
+    selector._get_backend = lambda: backend.CpuBackend
 
 
 def skip_check(engine):
@@ -113,7 +117,9 @@ def skip_check(engine):
 
 
 def use_cpu(agent):
-    class CpuAgent(agent.BaseModelAgent):
+    stock: Any = agent.BaseModelAgent
+
+    class CpuAgent(stock):
         def __init__(self, *arguments, **options):
             super().__init__(*arguments, **options)
             self.device = "cpu"

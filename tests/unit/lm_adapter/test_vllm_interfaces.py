@@ -32,13 +32,14 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Any:
         INTERFACES, called={MODULE: ("called(a, b)",)}, overridden={MODULE: ("replaced(a)",)}
     )
     monkeypatch.setattr(models, "INTERFACES", of_module)
+    module.interfaces = of_module
     return module
 
 
 @pytest.mark.parametrize("version", ["0.32.0", "0.33.0", "0.33.2.post1", "0.32.1+cpu"])
 def test_tested_versions_are_taken_as_they_are(version: str, caplog: pytest.LogCaptureFixture) -> None:
     """Without vLLM's modules: nothing is imported for a comparison."""
-    assert models.INTERFACES.refusal(version) == ""
+    assert INTERFACES.refusal(version) == ""
     assert not caplog.records
 
 
@@ -48,8 +49,8 @@ def test_a_newer_version_with_the_same_interfaces_is_taken_with_a_warning(
 ) -> None:
     """A function with further parameters can still be called."""
     vllm.called = lambda a, b, more: None
-    assert models.INTERFACES.refusal(version) == ""
-    assert models.INTERFACES.refusal(version) == ""
+    assert vllm.interfaces.refusal(version) == ""
+    assert vllm.interfaces.refusal(version) == ""
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert f"vLLM is {version}, this plugin was tested with 0.32 and 0.33" in record.getMessage()
@@ -57,7 +58,7 @@ def test_a_newer_version_with_the_same_interfaces_is_taken_with_a_warning(
 
 def test_an_older_version_is_refused(vllm: Any) -> None:
     for version in ("0.31.2", "0.9.1"):
-        assert models.INTERFACES.refusal(version) == (
+        assert vllm.interfaces.refusal(version) == (
             f"vLLM is {version}, this plugin was tested with 0.32 and 0.33: install one of these"
         )
 
