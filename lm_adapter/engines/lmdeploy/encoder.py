@@ -109,7 +109,8 @@ class RowEncoder(ImageEncoder):  # type: ignore[misc]
         except EncoderError as error:
             raise _rejection(error) from error
         except OSError as error:
-            raise _rejection(ItemFailed(f"no memory for rows: {error}", reason="NO_MEMORY")) from error
+            no_memory = ItemFailed(f"no memory for rows: {error}", reason="NO_MEMORY", retryable=True)
+            raise _rejection(no_memory) from error
         multimodal = [
             {
                 "modality": Modality.IMAGE,
