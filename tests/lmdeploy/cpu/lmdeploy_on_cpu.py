@@ -18,10 +18,12 @@ import importlib.abc
 import importlib.machinery
 import os
 import sys
+import time
 import types
 from typing import Any
 
 FREE_BYTES = 256 << 20
+MANAGER_ENDS_S = 1.0
 
 
 class Stream:
@@ -140,12 +142,26 @@ def use_cpu(agent):
     agent._try_to_cuda = to_cpu
 
 
+def end_manager_later(zmq_engine):
+    """LMDeploy ends the process that hands over the engine's port as soon as it has it. On a busy machine the
+    engine still waits for an answer of that process, and dies of its end."""
+    manager: Any = importlib.import_module("multiprocessing.managers").SyncManager
+    stock = manager.__exit__
+
+    def leave(self, *exception):
+        time.sleep(MANAGER_ENDS_S)
+        stock(self, *exception)
+
+    manager.__exit__ = leave
+
+
 AFTER_IMPORT = {
     "lmdeploy": replace_cuda,
     "lmdeploy.pytorch.backends.selector": choose_backend,
     "lmdeploy.pytorch.config": take_float32,
     "lmdeploy.pytorch.engine.engine": skip_check,
     "lmdeploy.pytorch.engine.model_agent.agent": use_cpu,
+    "lmdeploy.pytorch.engine.mp_engine.zmq_engine": end_manager_later,
     "lmdeploy.utils": take_bfloat16,
 }
 
