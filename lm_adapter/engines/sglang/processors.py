@@ -30,7 +30,7 @@ from lm_adapter.engines.shared.checkpoint import vision_interface
 from lm_adapter.engines.shared.error_text import message_of, status_of
 from lm_adapter.engines.shared.first_contact import start_of
 from lm_adapter.engines.shared.geometry import Geometry
-from lm_adapter.engines.shared.grid_rule import grid_rule
+from lm_adapter.engines.shared.grid_rule import KIMI_GRIDS, grid_rule
 from lm_adapter.engines.shared.images import ImageFile
 from lm_adapter.engines.shared.prompt import ImagePrompt
 from lm_adapter.engines.shared.rows import RowReader

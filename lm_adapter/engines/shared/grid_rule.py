@@ -1,7 +1,7 @@
 """The grid of an image by its size alone, as the model's own processor computes it.
 
-The rules are the reference's: ``smart_resize`` of transformers for Qwen and GLM, and ``navit_resize`` of Kimi's
-published processors.
+The rules are the reference's: ``smart_resize`` of transformers for Qwen and GLM, and ``navit_resize`` of
+Kimi's published processors.
 """
 
 from __future__ import annotations
