@@ -200,7 +200,9 @@ def test_arrays_of_any_length_rate_and_size(
     clip = open_clip(ours(family), FrameArray(torch.from_numpy(frames), fps), **options)
     try:
         expected = expected_of(family, frames, metadata_of(num_frames, fps), **overrides)
-    except ZeroDivisionError:  # 5.17 has no frame of a clip shorter than the time between two
+    except (ZeroDivisionError, ValueError) as error:
+        # 5.17 has no frame of a clip shorter than the time between two.
+        assert isinstance(error, ZeroDivisionError) or str(error).startswith("t:0 "), error
         pytest.skip("the reference takes no frame of this clip")
     check(clip, ours(family), expected)
 
