@@ -524,8 +524,7 @@ def test_a_model_that_is_not_served_does_not_start(tmp_path: Path) -> None:
     vllm = VllmServer(checkpoint, "float32", {"target": "127.0.0.1:1"}, tmp_path)
     try:
         wait_until(lambda: not vllm.is_running, "the end of the start", START_S)
-        assert (
-            f"vLLM does not start: the model is a {ARCHITECTURE}, image rows are for {', '.join(ARCHITECTURES)}"
-        ) in vllm.log
+        served = ", ".join(ARCHITECTURES)
+        assert f"vLLM does not start: the model is a {ARCHITECTURE}, image rows are for {served}" in vllm.log
     finally:
         vllm.stop()

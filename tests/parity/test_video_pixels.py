@@ -202,7 +202,8 @@ def test_arrays_of_any_length_rate_and_size(
         expected = expected_of(family, frames, metadata_of(num_frames, fps), **overrides)
     except (ZeroDivisionError, ValueError) as error:
         # 5.17 has no frame of a clip shorter than the time between two.
-        assert isinstance(error, ZeroDivisionError) or str(error).startswith("t:0 "), error
+        if isinstance(error, ValueError) and not str(error).startswith("t:0 "):
+            raise
         pytest.skip("the reference takes no frame of this clip")
     check(clip, ours(family), expected)
 
