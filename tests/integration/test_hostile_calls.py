@@ -185,7 +185,7 @@ def test_p69_calls_without_a_message_leave_room_for_another_tenant(serve: Serve,
             probe.wait_for(probe.outcomes.total() + 50)
             assert held(found)["calls"] in (48, 49)
             with (
-                VisionEncoderClient(found.target, token=tokens["a"], namespace="a", timeout_s=20) as own,
+                VisionEncoderClient(found.target, token=tokens["a"], namespace="a", timeout_s=4) as own,
                 pytest.raises(EncoderOverloaded, match="48 of them of this caller"),
             ):
                 own.info()
