@@ -11,11 +11,13 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from encoder_service.checkpoints.synthetic import make_checkpoint
+from encoder_service.checkpoints.synthetic import draw, make_checkpoint
+from encoder_service.checkpoints.synthetic.ling import LANGUAGE
+from encoder_service.checkpoints.synthetic.tensors import language_layout
 
 TOWER_PREFIXES = (
     *("model.visual.", "thinker.visual."),
-    *("vision_tower.", "mm_projector.", "multi_modal_projector."),
+    *("vision_tower.", "mm_projector.", "multi_modal_projector.", "linear_proj."),
 )
 KIMI_VL_CODE = Path(__file__).parent / "remote" / "kimi_vl_code.py"
 INDEX = "model.safetensors.index.json"
@@ -68,7 +70,7 @@ def _settle_experts(folder: Path) -> None:
         order = {
             name: 4.0 * torch.arange(len(tensor), dtype=tensor.dtype)
             for name, tensor in tensors.items()
-            if name.endswith("e_score_correction_bias")
+            if name.endswith(("e_score_correction_bias", "expert_bias"))
         }
         return tensors | order
 
@@ -180,10 +182,32 @@ def _add_code(folder: Path) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | code | {"processor_class": "KimiVLProcessor"}))
 
 
+def _attend_in_all_layers(folder: Path) -> None:
+    """Latent attention in every layer: engines have no kernel of Ling's delta attention for a CPU. vLLM looks
+    for the layers' types outside of text_config."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    config["text_config"]["layer_group_size"] = 1
+    config["layer_types"] = ["full_attention"] * config["text_config"]["num_hidden_layers"]
+    path.write_text(json.dumps(config))
+
+    drawn = {spec.name: draw(spec, seed=3) for spec in language_layout(config, LANGUAGE)}
+
+    def redraw(tensors: Tensors) -> Tensors:
+        """The first file gets the language model."""
+        tower = {name: one for name, one in tensors.items() if name.startswith(TOWER_PREFIXES)}
+        tower |= drawn
+        drawn.clear()
+        return tower
+
+    _edit(folder, redraw)
+
+
 FOR_ENGINES: dict[str, tuple[Callable[[Path], None], ...]] = {
     "kimi_k25": (_respell, _settle_experts),
     "interns1_pro": (_with_configuration("Qwen3MoeConfig"),),
     "intern_s2_preview": (_with_configuration("Qwen3_5MoeTextConfig"),),
     "kimi_vl": (_add_code, _settle_experts),
+    "ling_vl": (_attend_in_all_layers, _settle_experts),
 }
 """What engines need changed in the whole checkpoint of a family."""

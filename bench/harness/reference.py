@@ -187,7 +187,7 @@ class KimiReference(ReferenceTower):
 
 class KimiVLReference(KimiReference):
     """The reference has no model of Kimi-VL. Of images its Kimi-K2.5 tower is the same, with which
-    tests/engines/test_kimi_towers.py compares vLLM's class."""
+    tests/engines/test_towers.py compares vLLM's class."""
 
     def load(self, checkpoint: Path, config: dict[str, Any], dtype: torch.dtype) -> Any:
         model = _KimiModel(config["vision_config"], config["text_config"]["hidden_size"])
@@ -196,7 +196,7 @@ class KimiVLReference(KimiReference):
 
 class KimiK3Reference(KimiReference):
     """The reference has no model of Kimi-K3: its Kimi-K2.5 tower with the norms, layers and position table of
-    vLLM's class, with which tests/engines/test_kimi_towers.py compares the tower."""
+    vLLM's class, with which tests/engines/test_towers.py compares the tower."""
 
     def load(self, checkpoint: Path, config: dict[str, Any], dtype: torch.dtype) -> Any:
         published = config["vision_config"]
@@ -223,11 +223,20 @@ class GlmReference(ReferenceTower):
         return super()._grid_thw([grid._replace(t=1) for grid in grids for _ in range(grid.t)])
 
 
+class LingReference(ReferenceTower):
+    """The reference has no model of Ling: its Qwen3.5 tower, with the merger and the projector of vLLM's
+    class, with which tests/engines/test_towers.py compares the tower."""
+
+    def load(self, checkpoint: Path, config: dict[str, Any], dtype: torch.dtype) -> Any:
+        return _load_ling(checkpoint, config, dtype)
+
+
 REFERENCES: dict[str, type[ReferenceTower]] = {
     "kimi_k25": KimiReference,
     "kimi_vl": KimiVLReference,
     "kimi_k3": KimiK3Reference,
     **dict.fromkeys(("glm4v", "glm4v_moe", "glm46v", "glm_ocr", "glm5_next"), GlmReference),
+    "bailing_moe_v3_vl": LingReference,
 }
 """By model_type, where it is not ReferenceTower itself."""
 
@@ -262,12 +271,54 @@ def _load_qwen(checkpoint: Path, config: dict[str, Any], dtype: torch.dtype) -> 
     stated = config.get("thinker_config", config)["vision_config"]
     vision = {key: value for key, value in stated.items() if key not in ("model_type", "dtype")}
     model = tower_class._from_config(tower_class.config_class(**vision), attn_implementation="sdpa")
-    tensors: dict[str, torch.Tensor] = {}
-    for file in sorted(checkpoint.glob("*.safetensors")):
-        tensors |= load_file(file)
+    tensors = _tensors(checkpoint)
     prefix = next(prefix for prefix in PREFIXES if any(name.startswith(prefix) for name in tensors))
     visual = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
     model.load_state_dict(visual, strict=True)
+    return model.to(dtype)
+
+
+def _tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
+    tensors: dict[str, torch.Tensor] = {}
+    for file in sorted(checkpoint.glob("*.safetensors")):
+        tensors |= load_file(file)
+    return tensors
+
+
+class _LingMerger(torch.nn.Module):
+    """A norm over each patch, then the projector over the merged patches."""
+
+    def __init__(self, width: int, merge_size: int, out_width: int) -> None:
+        super().__init__()
+        self.merged_width = width * merge_size**2
+        self.norm = torch.nn.LayerNorm(width, eps=1e-6)
+        self.linear_proj = torch.nn.Sequential(
+            torch.nn.Linear(self.merged_width, out_width),
+            torch.nn.GELU(),
+            torch.nn.Linear(out_width, out_width),
+        )
+
+    def forward(self, patches: torch.Tensor) -> torch.Tensor:
+        rows: torch.Tensor = self.linear_proj(self.norm(patches).view(-1, self.merged_width))
+        return rows
+
+
+def _load_ling(checkpoint: Path, config: dict[str, Any], dtype: torch.dtype) -> Any:
+    """Every published tensor of the tower and the projector, none left over."""
+    import_reference()
+    modeling = importlib.import_module("transformers.models.qwen3_5.modeling_qwen3_5")
+    tower_class = modeling.Qwen3_5VisionModel
+    others = ("model_type", "dtype", "disable_merger_proj")
+    vision = {key: value for key, value in config["vision_config"].items() if key not in others}
+    model = tower_class._from_config(tower_class.config_class(**vision), attn_implementation="sdpa")
+    out_width = config["text_config"]["hidden_size"]
+    model.merger = _LingMerger(vision["hidden_size"], vision["spatial_merge_size"], out_width)
+    tensors = {
+        name.replace("linear_proj.", "merger.linear_proj.", 1).removeprefix("model.visual."): value
+        for name, value in _tensors(checkpoint).items()
+        if name.startswith(("model.visual.", "linear_proj."))
+    }
+    model.load_state_dict(tensors, strict=True)
     return model.to(dtype)
 
 
@@ -393,11 +444,8 @@ class _KimiModel(torch.nn.Module):
 
     def take(self, checkpoint: Path) -> _KimiModel:
         """Loads every published tensor of the tower and the projector, none left over."""
-        tensors: dict[str, torch.Tensor] = {}
-        for file in sorted(checkpoint.glob("*.safetensors")):
-            tensors |= load_file(file)
         own: dict[str, torch.Tensor] = {}
-        for published, value in tensors.items():
+        for published, value in _tensors(checkpoint).items():
             if not published.startswith(("vision_tower.", "mm_projector.", "multi_modal_projector.")):
                 continue
             name = published

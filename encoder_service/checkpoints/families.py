@@ -20,6 +20,7 @@ class Family(enum.StrEnum):
     GLM4V = "glm4v"
     GLM_OCR = "glm_ocr"
     GLM5_NEXT = "glm5_next"
+    LING_VL = "ling_vl"
 
 
 FAMILIES: tuple[str, ...] = tuple(family.value for family in Family)

@@ -282,3 +282,14 @@ def qwen_vl_preprocessor(
     settings = None if video is None else parse_qwen_video(video, images)
     clips = None if settings is None else QwenClips(settings, images, clip_limits, transparent)
     return QwenVLPreprocessor(images, limits, clips, transparent)
+
+
+def qwen_vl_stills(
+    reader: SettingsReader,
+    video: SettingsReader | None,  # noqa: ARG001
+    limits: DecodeLimits,
+    clip_limits: ClipLimits,  # noqa: ARG001
+    transparent: Transparent,
+) -> QwenVLPreprocessor:
+    """As ``qwen_vl_preprocessor``, without clips, for towers that take images only."""
+    return QwenVLPreprocessor(parse_qwen_vl(reader), limits, None, transparent)

@@ -136,6 +136,7 @@ class Merger(nn.Module):
 
     norm_eps: None for no norm. norm_after_shuffle: the norm spans the merged patches (in Qwen's deepstack
     levels) instead of each patch. has_bias: whether the layers have one. out_norm: a norm of the rows.
+    inner_width: between the two layers; None for the width of the merged patches.
     """
 
     def __init__(
@@ -148,6 +149,7 @@ class Merger(nn.Module):
         norm_after_shuffle: bool = False,
         has_bias: bool = True,
         out_norm: AnyNorm | None = None,
+        inner_width: int | None = None,
     ) -> None:
         super().__init__()
         self.norm_after_shuffle = norm_after_shuffle
@@ -155,8 +157,9 @@ class Merger(nn.Module):
         self.norm: nn.LayerNorm | None = None
         if norm_eps is not None:
             self.norm = nn.LayerNorm(self.merged_width if norm_after_shuffle else width, eps=norm_eps)
-        self.fc1 = nn.Linear(self.merged_width, self.merged_width, bias=has_bias)
-        self.fc2 = nn.Linear(self.merged_width, out_width, bias=has_bias)
+        inner_width = inner_width or self.merged_width
+        self.fc1 = nn.Linear(self.merged_width, inner_width, bias=has_bias)
+        self.fc2 = nn.Linear(inner_width, out_width, bias=has_bias)
         self.out_norm = out_norm
 
     def forward(self, x_PE: torch.Tensor) -> torch.Tensor:

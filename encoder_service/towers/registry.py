@@ -14,13 +14,13 @@ import torch
 
 from encoder_service.errors import UnsupportedCheckpoint
 from encoder_service.json_reader import JsonReader
-from encoder_service.towers import glm, moonvit, qwen3_vl
+from encoder_service.towers import glm, ling, moonvit, qwen3_vl
 from encoder_service.towers.checkpoint import Fingerprint, check_initialised, read_config, vision_tensors
 from encoder_service.towers.config import Family, VisionConfig, check_heads
 from encoder_service.towers.published import joined
 from encoder_service.towers.tower import Tower
 
-_ALL_FAMILIES = (*qwen3_vl.FAMILIES, *moonvit.FAMILIES, *glm.FAMILIES)
+_ALL_FAMILIES = (*qwen3_vl.FAMILIES, *moonvit.FAMILIES, *glm.FAMILIES, ling.FAMILY)
 # By config.json's model_type.
 FAMILIES: Mapping[str, Family] = {
     model_type: family for family in _ALL_FAMILIES for model_type in family.model_types

@@ -10,10 +10,13 @@ position:
   next += max(t, h', w'). For positions only, a clip [T, h, w] is T units of (1, h', w') with its timestamps
   as text between them; the encoder's grid stays [T, h, w].
 
-After N tokens, delta = next - N. ``next`` is the maximum over all three axes + 1, because every unit and
-every text token reaches next - 1 on at least one axis. Hence token n >= N has position n + delta on all axes,
-also when the prompt ends in an item. Positions are computed from spans, not from ids, so pad ids that a
-prefix cache substitutes later do not affect them.
+Ling-3.0-VL centres images (VideoRoPE, arXiv 2502.05173; SGLang's ``BailingMRotaryEmbedding``): row (0, j, k)
+gets (next, next + j - (h' - 1) // 2, next + k - (w' - 1) // 2), which may be negative; then next += 1.
+
+After N tokens, delta = next - N. Token n >= N has position n + delta on all axes, also when the prompt ends
+in an item. Without centring ``next`` is the maximum over all three axes + 1, because every unit and every
+text token reaches next - 1 on at least one axis. Positions are computed from spans, not from ids, so pad ids
+that a prefix cache substitutes later do not affect them.
 
 Shape legend: N tokens of the prompt, B prompts, S padded length.
 """
@@ -50,7 +53,7 @@ class MRopePositions:
 
     @property
     def next_position(self) -> int:
-        """The position of the first token after the prompt: the maximum over the three axes + 1."""
+        """The position of the first token after the prompt."""
         return self.num_tokens + self.delta
 
     def chunk(self, start: int, end: int) -> npt.NDArray[np.int64]:
@@ -103,14 +106,16 @@ def mrope_positions(
     *,
     merge_size: int,
     time_steps: Sequence[float] | None = None,
+    centred: bool = False,
 ) -> MRopePositions:
     """Positions of an expanded prompt.
 
     grids: [t, h, w] in patches, one per item, images and clips together in prompt order. time_steps: one per
     item, the positions from one temporal patch to the next where that is not 1; positions are rounded down.
-    For Qwen3-Omni seconds of a temporal patch times ``position_id_per_seconds``.
-    Raises InvalidRequest when grids and spans differ in number or in rows, and for grids that the merge size
-    does not divide.
+    For Qwen3-Omni seconds of a temporal patch times ``position_id_per_seconds``. centred: Ling's rule, which
+    has images only.
+    Raises InvalidRequest when grids and spans differ in number or in rows, for grids that the merge size
+    does not divide, and for clips that are to be centred.
     """
     if len(grids) != len(prompt.spans):
         raise InvalidRequest(
@@ -120,13 +125,19 @@ def mrope_positions(
     token = position = 0
     steps = [1.0] * len(grids) if time_steps is None else time_steps
     for span, grid, step in zip(prompt.spans, grids, steps, strict=True):
-        unit = np.indices(_unit_grid(span, grid, merge_size), dtype=np.int64).reshape(NUM_AXES, -1)
+        extents = _unit_grid(span, grid, merge_size)
+        unit = np.indices(extents, dtype=np.int64).reshape(NUM_AXES, -1)
         if step != 1:
             unit[0] = (unit[0] * step).astype(np.int64)
+        advance = int(unit.max()) + 1
+        if centred:
+            _refuse_clip(span, grid)
+            unit -= [[0], [(extents[1] - 1) // 2], [(extents[2] - 1) // 2]]
+            advance = 1
         for segment in span.segments:
             num_text = segment.start - token
             parts += [_text(position, num_text), unit + (position + num_text)]
-            position += num_text + int(unit.max()) + 1
+            position += num_text + advance
             token = segment.end
     num_text = len(prompt) - token
     parts.append(_text(position, num_text))
@@ -178,6 +189,14 @@ def batch_positions(
 
 def _text(position: int, length: int) -> npt.NDArray[np.int64]:
     return np.broadcast_to(np.arange(position, position + length, dtype=np.int64), (NUM_AXES, length))
+
+
+def _refuse_clip(span: ItemSpan, grid: Sequence[int]) -> None:
+    if grid[0] != 1:
+        raise InvalidRequest(
+            f"item {span.item} has grid {list(grid)}, centred positions need a t of 1: an image",
+            reason="GRID_MISMATCH",
+        )
 
 
 def _unit_grid(span: ItemSpan, grid: Sequence[int], merge_size: int) -> tuple[int, int, int]:

@@ -370,6 +370,12 @@ def answer_positions(asked: Asked) -> Asked:
     return {"positions": found.prompt.tolist(), "delta": found.delta}
 
 
+def answer_centred_positions(asked: Asked) -> Asked:
+    grids = [item["grid"] for item in asked["items"]]
+    found = mrope_positions(prompt_of(asked), grids, merge_size=asked["merge_size"], centred=True)
+    return {"positions": found.prompt.tolist(), "delta": found.delta}
+
+
 def answer_resumed_positions(asked: Asked) -> Asked:
     found = positions_of(asked)
     total = found.num_tokens + asked["num_generated"]

@@ -32,7 +32,10 @@ def test_p07_our_answers_are_the_references(subject: str) -> None:
 
 
 # Subjects that were added later, by the beginning of their names.
-ADDED = {"glm_": "41f7ba35ed8534de0ae14c4717d67cd6de58d9e106270d7315d6d5ed0f294659"}
+ADDED = {
+    "centred_": "cbce7377eafa11f1f4972465636c5bd9525784035e3a6285f3e7c5ed7bbc3cb9",
+    "glm_": "41f7ba35ed8534de0ae14c4717d67cd6de58d9e106270d7315d6d5ed0f294659",
+}
 
 
 def test_a_versions_answers_never_change() -> None:
@@ -99,7 +102,7 @@ def test_the_command_ends_with_a_status(capsys: pytest.CaptureFixture[str]) -> N
     assert "pad_id is 1000000, needs" in capsys.readouterr().out
     assert main(["--implementation", f"{__name__}:wrong_implementation", "--subject", "splice"]) == 1
     for arguments, message in (
-        (["--subject", "rows"], "no subject rows; there are content_digest"),
+        (["--subject", "rows"], "no subject rows; there are centred_positions"),
         (["--vectors", "v0"], "holds no vectors"),
         (["--implementation", "tests.conformance.ours"], "module:factory"),
         (["--implementation", "tests.conformance.ours:nothing"], "nothing"),

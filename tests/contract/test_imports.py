@@ -31,6 +31,7 @@ ENGINE_CODE = (
     "lm_adapter.engines.vllm.api_server.glm",
     "lm_adapter.engines.vllm.api_server.kimi",
     "lm_adapter.engines.vllm.api_server.kimi_images",
+    "lm_adapter.engines.vllm.api_server.ling",
     "lm_adapter.engines.vllm.api_server.media",
     "lm_adapter.engines.vllm.api_server.parser",
     "lm_adapter.engines.vllm.api_server.processor",

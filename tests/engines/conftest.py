@@ -39,10 +39,10 @@ else:
 
 FAMILIES = ("qwen3_vl", "qwen3_5", "kimi_k25")
 # Whose requests are as those of one of the families above: images, their tokens, and what is refused.
-FURTHER = ("interns1_pro", "intern_s2_preview", "qwen3_omni_moe", "kimi_vl", "glm4v", "glm_ocr")
+FURTHER = ("interns1_pro", "intern_s2_preview", "qwen3_omni_moe", "kimi_vl", "glm4v", "glm_ocr", "ling_vl")
 DTYPES = {
     **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "interns1_pro", "qwen3_omni_moe", "kimi_vl"), "float32"),
-    **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "intern_s2_preview", "kimi_k25"), "bfloat16"),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "intern_s2_preview", "kimi_k25", "ling_vl"), "bfloat16"),
     **dict.fromkeys(("glm4v", "glm_ocr"), "float32"),
 }
 # Of the engine: published configurations with code of their own; a checkpoint without an audio tower.
@@ -53,7 +53,7 @@ ENGINE_OPTIONS: dict[str, dict[str, Any]] = {
 }
 # vLLM's own tower of Kimi-VL needs the processor in the checkpoint.
 WITH_TOWER_OPTIONS = ENGINE_OPTIONS | {"kimi_vl": {"trust_remote_code": True}}
-WITHOUT_CLIPS = ("kimi_k25", "kimi_vl", "qwen3_omni_moe")
+WITHOUT_CLIPS = ("kimi_k25", "kimi_vl", "qwen3_omni_moe", "ling_vl")
 """Families of which vLLM takes no clips."""
 # vLLM takes one clip of a prompt, and sizes with both edges.
 GLM = ("glm4v", "glm_ocr")

@@ -26,7 +26,10 @@ from tests.parity.tower_cases import fresh_seed
 pytestmark = pytest.mark.gpu
 
 CUDA = torch.device("cuda:0")
-FAMILIES = ("qwen3_vl", "kimi_k25", "qwen3_omni_moe", "interns1_pro", "kimi_k3", "glm4v", "glm5_next")
+FAMILIES = (
+    *("qwen3_vl", "kimi_k25", "qwen3_omni_moe", "interns1_pro", "kimi_k3", "glm4v", "glm5_next"),
+    "ling_vl",
+)
 MAX_PATCHES = 2048
 MAX_FRAMES = 4
 # One rounding to bfloat16 is 0.2 %; products of other shapes sum in another order.

@@ -40,6 +40,10 @@ def qwen_reference(low: int = 65536, high: int = 16777216, clip: bool = False) -
     )
 
 
+def ling_reference() -> Any:
+    return qwen_reference(4096, 4_194_304, clip=True)
+
+
 @cache
 def kimi_reference(clip: bool = False) -> Any:
     import_reference()
@@ -168,12 +172,14 @@ KIMI_SIZES = [(1080, 1920), (1, 1), (7168, 3), (3, 7169), (1, 65535), (65535, 1)
 
 
 @pytest.mark.parametrize(
-    ("family", "sizes"), [("qwen3_vl", QWEN_SIZES), ("qwen3_5", QWEN_SIZES), ("kimi_k25", KIMI_SIZES)]
+    ("family", "sizes"),
+    [("qwen3_vl", QWEN_SIZES), ("qwen3_5", QWEN_SIZES), ("kimi_k25", KIMI_SIZES), ("ling_vl", QWEN_SIZES)],
 )
 def test_published_settings(
     family: str, sizes: list[tuple[int, int]], saved: Callable[[Any, str], Preprocessor]
 ) -> None:
-    reference = kimi_reference() if family == "kimi_k25" else qwen_reference()
+    references: dict[str, Callable[[], Any]] = {"kimi_k25": kimi_reference, "ling_vl": ling_reference}
+    reference = references.get(family, qwen_reference)()
     preprocessor = saved(reference, family)
     for height, width in sizes:
         check(preprocessor, reference, picture(height, width))

@@ -95,12 +95,6 @@ def write_published(
     return path
 
 
-def reference_dtype(config: dict[str, Any]) -> torch.dtype:
-    """In which a reference stands for the truth. In float32 GLM's is itself up to 3e-6 from float64, about
-    twice as far as our tower."""
-    return torch.float64 if config["model_type"].startswith("glm") else torch.float32
-
-
 def random_pixels(tower: Tower, grids: Sequence[Grid], seed: int) -> torch.Tensor:
     """float32 [P, patch_dim] on the host, about as varied as normalised pixels."""
     generator = torch.Generator().manual_seed(seed)

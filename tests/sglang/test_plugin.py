@@ -42,6 +42,7 @@ from bench.harness.sglang import (
     plugin_variables,
 )
 from bench.harness.waiting import wait_until
+from encoder_service.checkpoints.synthetic import config_for
 from encoder_service.ingest.decode import DecodeLimits
 from encoder_service.ingest.registry import load_preprocessor
 from encoder_service.types import PreprocessOptions
@@ -231,6 +232,27 @@ def test_positions_are_sglangs_own(checkpoint: Path) -> None:
         assert expanded.positions is not None
         assert expanded.positions.prompt.tolist() == positions.squeeze(1).tolist()
         assert expanded.positions.delta == int(delta)
+
+
+def test_lings_positions_are_sglangs_own() -> None:
+    """Its images are centred, and its language model needs a GPU in SGLang."""
+    from sglang.srt.configs.bailing_hybrid import BailingMoeV3VLConfig
+    from sglang.srt.layers.rotary_embedding.bailing_mrope import BailingMRotaryEmbedding
+
+    config = config_for("ling_vl", "tiny")
+    interface = vision_interface(config)
+    theirs = BailingMoeV3VLConfig(**config)
+    grids = [Grid(1, 6, 10), Grid(1, 2, 2), Grid(1, 40, 2)]
+    start, image, end = config["vision_start_token_id"], interface.image_placeholder_id, 5
+    for ids in ([start, image, end, 7, start, image, start, image], [1, start, image, end, start, image, 2]):
+        sent = grids[: ids.count(image)]
+        prompt = ImagePrompt.of(ids, sent, interface)
+        positions, delta = BailingMRotaryEmbedding.bailing_3drope_get_input_positions_tensor(
+            torch.tensor(prompt.ids), theirs, torch.tensor(sent), None
+        )
+        assert prompt.positions is not None
+        assert prompt.positions.prompt.tolist() == positions.squeeze(1).tolist()
+        assert prompt.positions.delta == int(delta)
 
 
 def test_grids_are_the_processors_own(checkpoint: Path) -> None:

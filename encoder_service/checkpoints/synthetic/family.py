@@ -16,13 +16,14 @@ if TYPE_CHECKING:
 
 class LanguageTensors(NamedTuple):
     """Prefixes of the language model's tensors and of its output layer. norm_mean: 0 where the model adds one
-    to the weights of its norms. layer: lists the tensors of one layer, of text_config and the layer's prefix,
-    where ``tensors`` has no such layer."""
+    to the weights of its norms. layer: lists the tensors of one layer, of text_config, the layer's prefix and
+    its number, where ``tensors`` has no such layer. embeddings: their name below the root."""
 
     root: str
     head: str
     norm_mean: float = 1.0
-    layer: Callable[[dict[str, Any], str], Iterator[TensorSpec]] | None = None
+    layer: Callable[[dict[str, Any], str, int], Iterator[TensorSpec]] | None = None
+    embeddings: str = "embed_tokens"
 
 
 @dataclass(frozen=True, kw_only=True)

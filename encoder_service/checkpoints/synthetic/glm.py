@@ -71,7 +71,7 @@ def _set_rotary(text: dict[str, Any]) -> None:
     rope["mrope_section"] = [half // 4, half * 3 // 8, half * 3 // 8]
 
 
-def layer(text: dict[str, Any], prefix: str) -> Iterator[TensorSpec]:
+def layer(text: dict[str, Any], prefix: str, _number: int) -> Iterator[TensorSpec]:
     """A layer of GLM-4's architecture: its two blocks are normed before and after, gate and up are one
     matrix."""
     width, head_dim, mlp_width = text["hidden_size"], text["head_dim"], text["intermediate_size"]

@@ -118,14 +118,15 @@ def _vision_tensor(name: str, tensor: PublishedTensor, residual_gain: float) -> 
 
 def language_layout(config: dict[str, Any], language: LanguageTensors) -> Iterator[TensorSpec]:
     """Every language-model tensor of a synthetic ``config.json``, in the order of the forward pass."""
-    text, (root, head, norm_mean, own_layer) = config.get("thinker_config", config)["text_config"], language
+    text = config.get("thinker_config", config)["text_config"]
+    root, head, norm_mean, own_layer, embeddings = language
     width, vocab_size = text["hidden_size"], text["vocab_size"]
-    yield TensorSpec(f"{root}.embed_tokens.weight", (vocab_size, width), 0.0, EMBEDDING_STD)
+    yield TensorSpec(f"{root}.{embeddings}.weight", (vocab_size, width), 0.0, EMBEDDING_STD)
     mixes_layers = "attn_res_block_size" in text
     for layer in range(text["num_hidden_layers"]):
         prefix = f"{root}.layers.{layer}"
         if own_layer is not None:
-            yield from own_layer(text, prefix)
+            yield from own_layer(text, prefix, layer)
             continue
         yield rms_norm(f"{prefix}.input_layernorm", width, norm_mean)
         yield from _attention(text, prefix, layer, norm_mean)
@@ -134,7 +135,7 @@ def language_layout(config: dict[str, Any], language: LanguageTensors) -> Iterat
         if dense and "num_experts" in text:
             yield from _qwen_experts(f"{prefix}.mlp", text)
         elif dense:
-            yield from _gated_mlp(f"{prefix}.mlp", width, text["intermediate_size"])
+            yield from gated_mlp(f"{prefix}.mlp", width, text["intermediate_size"])
         elif "routed_expert_hidden_size" in text:
             yield from _latent_experts(f"{prefix}.block_sparse_moe", text)
         else:
@@ -258,10 +259,10 @@ def _latent_experts(name: str, text: dict[str, Any]) -> Iterator[TensorSpec]:
     yield weight(f"{name}.routed_expert_down_proj.weight", latent, width)
     yield rms_norm(f"{name}.routed_expert_norm", latent)
     yield weight(f"{name}.routed_expert_up_proj.weight", width, latent)
-    yield from _gated_mlp(f"{name}.shared_experts", width, text["num_shared_experts"] * inner_width)
+    yield from gated_mlp(f"{name}.shared_experts", width, text["num_shared_experts"] * inner_width)
 
 
-def _gated_mlp(name: str, width: int, inner_width: int) -> Iterator[TensorSpec]:
+def gated_mlp(name: str, width: int, inner_width: int) -> Iterator[TensorSpec]:
     yield weight(f"{name}.gate_proj.weight", inner_width, width)
     yield weight(f"{name}.up_proj.weight", inner_width, width)
     yield weight(f"{name}.down_proj.weight", width, inner_width)
@@ -271,11 +272,11 @@ def _experts(name: str, text: dict[str, Any]) -> Iterator[TensorSpec]:
     """Routed experts, the router with its float32 correction bias, and the shared experts as one MLP."""
     width, inner_width = text["hidden_size"], text["moe_intermediate_size"]
     for expert in range(text["n_routed_experts"]):
-        yield from _gated_mlp(f"{name}.experts.{expert}", width, inner_width)
+        yield from gated_mlp(f"{name}.experts.{expert}", width, inner_width)
     yield weight(f"{name}.gate.weight", text["n_routed_experts"], width)
     correction = (text["n_routed_experts"],)
     yield TensorSpec(f"{name}.gate.e_score_correction_bias", correction, 0.0, 0.05, torch.float32)
-    yield from _gated_mlp(f"{name}.shared_experts", width, text["n_shared_experts"] * inner_width)
+    yield from gated_mlp(f"{name}.shared_experts", width, text["n_shared_experts"] * inner_width)
 
 
 def _qwen_experts(name: str, text: dict[str, Any]) -> Iterator[TensorSpec]:
@@ -285,11 +286,11 @@ def _qwen_experts(name: str, text: dict[str, Any]) -> Iterator[TensorSpec]:
     shared_width = text.get("shared_expert_intermediate_size", 0)
     if not shared_width:
         for expert in range(count):
-            yield from _gated_mlp(f"{name}.experts.{expert}", width, inner_width)
+            yield from gated_mlp(f"{name}.experts.{expert}", width, inner_width)
         return
     yield TensorSpec(f"{name}.experts.gate_up_proj", (count, 2 * inner_width, width), 0.0, width**-0.5)
     yield TensorSpec(f"{name}.experts.down_proj", (count, width, inner_width), 0.0, inner_width**-0.5)
-    yield from _gated_mlp(f"{name}.shared_expert", width, shared_width)
+    yield from gated_mlp(f"{name}.shared_expert", width, shared_width)
     yield weight(f"{name}.shared_expert_gate.weight", 1, width)
 
 

@@ -63,6 +63,13 @@ GLM_TOKENS = (
 
 KIMI_VL_TOKENS = tuple("<|media_start|>" if name == "<|media_begin|>" else name for name in KIMI_TOKENS)
 
+# Ling-3.0-VL has these among its ids from 156891 to 157161, the first ones and the image's in another order.
+LING_TOKENS = (
+    "<|startoftext|>", "<|endoftext|>", "[CLS]", "[gMASK]", "<role>", "</role>", "<|role_end|>",
+    "<|video_pad|>", "<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|video_start|>",
+    "<|video_end|>",
+)  # fmt: skip
+
 
 def special_ids(names: tuple[str, ...]) -> dict[str, int]:
     """Special token to id."""

@@ -26,6 +26,7 @@ SERVED: Mapping[str, str] = {
     "Glm4vMoeForConditionalGeneration": "glm4v_moe",
     "GlmOcrForConditionalGeneration": "glm_ocr",
     "Glm5NextForConditionalGeneration": "glm5_next",
+    "BailingMoeV3VLForConditionalGeneration": "bailing_mm_v3",
 }
 """A model's class -> its module in ``sglang.srt.models``. Intern-S1-Pro is not among them: SGLang 0.5.23
 cannot build its class (``InternS1ProTextDecoderLayer`` does not take ``start_layer``)."""
@@ -39,13 +40,18 @@ TOWERS: Mapping[str, tuple[str, ...]] = {
     "glm4v_moe": ("Glm4vVisionModel",),
     "glm_ocr": ("GlmOcrVisionModel",),
     "glm5_next": ("Glm5NextVisionModel",),
+    "bailing_mm_v3": ("Qwen3VLMoeVisionModel",),
 }
 """Module -> the names in it by which constructors of models find their tower."""
+PROJECTORS = ("linear_proj",)
+"""Attributes of models whose constructor builds a projector under no name of its module."""
 TOWER_PREFIXES = (
     *("model.visual.", "visual.", "vision_tower.", "mm_projector.", "multi_modal_projector."),
-    *("thinker.visual.", "thinker.audio_tower."),
+    *("thinker.visual.", "thinker.audio_tower.", "linear_proj."),
 )
 """Published names of the towers' tensors."""
+LING = "bailing_moe_v3_vl"
+"""model_type of the model whose processor writes a line break after each image."""
 
 
 def image_marks(model_type: str) -> tuple[str, str]:

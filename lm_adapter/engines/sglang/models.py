@@ -19,7 +19,7 @@ import torch
 from sglang.srt.managers import mm_schedule
 from torch import nn
 
-from lm_adapter.engines.sglang.families import TOWER_PREFIXES, TOWERS, served_classes
+from lm_adapter.engines.sglang.families import PROJECTORS, TOWER_PREFIXES, TOWERS, served_classes
 from lm_adapter.engines.sglang.settings import PACKAGE, Settings, check_loaded
 from lm_adapter.engines.shared.first_contact import start_of
 
@@ -98,8 +98,11 @@ def without_tower(parent: Any) -> type:
             importlib.import_module(f"{PACKAGE}.processors")
             with _towers_left_out():
                 super().__init__(*args, **kwargs)
-            # Of the instance, because some models of SGLang set theirs there too.
             instance: Any = self
+            for name in PROJECTORS:
+                if hasattr(instance, name):
+                    setattr(instance, name, NoTower())
+            # Of the instance, because some models of SGLang set theirs there too.
             instance.forward = _then_rows_to_host(instance.forward)
             num_parameters = sum(parameter.numel() for parameter in self.parameters())
             logger.info("%s is built without a vision tower: %d parameters", parent.__name__, num_parameters)

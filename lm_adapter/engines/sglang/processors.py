@@ -23,8 +23,8 @@ from sglang.srt.multimodal.cache import snapshot_media
 from sglang.srt.multimodal.processors.base_processor import BaseMultimodalProcessor, MultimodalSpecialTokens
 from sglang.srt.utils.common import CLIENT_MEDIA_EXCEPTIONS, ImageData
 
-from lm_adapter.engines.sglang.families import SERVED, image_marks, served_classes
-from lm_adapter.engines.sglang.prompt import with_image_sizes, with_placeholders
+from lm_adapter.engines.sglang.families import LING, SERVED, image_marks, served_classes
+from lm_adapter.engines.sglang.prompt import with_image_sizes, with_line_breaks, with_placeholders
 from lm_adapter.engines.sglang.settings import LOADERS, Settings, check_loaded
 from lm_adapter.engines.shared.checkpoint import vision_interface
 from lm_adapter.engines.shared.error_text import message_of, status_of
@@ -64,6 +64,9 @@ class FileProcessor(BaseMultimodalProcessor):  # type: ignore[misc]
         self._interface = vision_interface(hf_config.to_dict())
         self._grid_of = grid_rule(self._interface, hf_config, processor)
         self._placeholder = self._tokenizer.convert_ids_to_tokens(self._interface.image_placeholder_id)
+        self._image_text = self._placeholder
+        if self._interface.model_type not in KIMI_GRIDS:
+            self._image_text = self._placeholder.join(image_marks(self._interface.model_type))
         self.mm_tokens = MultimodalSpecialTokens(
             image_token=self._placeholder, image_token_id=self._interface.image_placeholder_id
         ).build(processor)
@@ -103,9 +106,11 @@ class FileProcessor(BaseMultimodalProcessor):  # type: ignore[misc]
             )
         )
         grids = [self._grid_of(image) for image in images]
-        ids = self._prompt_ids(input_text)
+        ids, pad = self._prompt_ids(input_text), self._interface.image_placeholder_id
         if self._interface.model_type == "kimi_k3":
-            ids = with_image_sizes(ids, images, self._interface.image_placeholder_id, self._tokenizer)
+            ids = with_image_sizes(ids, images, pad, self._tokenizer)
+        elif self._interface.model_type == LING:
+            ids = with_line_breaks(ids, pad, self._image_text, len(images), self._tokenizer)
         prompt = ImagePrompt.of(ids, grids, self._interface)
         if max_req_input_len is not None and len(prompt.ids) >= max_req_input_len:
             raise ValueError(
@@ -123,11 +128,8 @@ class FileProcessor(BaseMultimodalProcessor):  # type: ignore[misc]
     def _prompt_ids(self, input_text: Any) -> list[int]:
         if not isinstance(input_text, str):
             return list(input_text)
-        image_text = self._placeholder
-        if self._interface.model_type not in KIMI_GRIDS:
-            start, end = image_marks(self._interface.model_type)
-            image_text = f"{start}{image_text}{end}"
-        ids: list[int] = self._tokenizer.encode(with_placeholders(input_text, self._placeholder, image_text))
+        text = with_placeholders(input_text, self._placeholder, self._image_text)
+        ids: list[int] = self._tokenizer.encode(text)
         return ids
 
     def _output(

@@ -1,7 +1,8 @@
-"""SGLang's own word for an image in a prompt's text, and the texts around images of Kimi-K3."""
+"""SGLang's own word for an image in a prompt's text, and the texts around images of Kimi-K3 and Ling."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +17,18 @@ def with_placeholders(text: str, placeholder: str, image_text: str) -> str:
     """Replaces each sentinel with ``image_text``. A text that has the model's placeholder is not changed,
     because a sentinel in it is the user's own text."""
     return text if placeholder in text else text.replace(SENTINEL, image_text)
+
+
+def with_line_breaks(
+    ids: Sequence[int], placeholder_id: int, image_text: str, num_images: int, tokenizer: Any
+) -> list[int]:
+    """Ids of a prompt of Ling with a line break after each image, and its marks around it. The text is
+    tokenised again, because line breaks merge. A prompt with a placeholder for each row is not changed."""
+    if not num_images or ids.count(placeholder_id) != num_images:
+        return list(ids)
+    pattern = f"{re.escape(image_text)}|{re.escape(tokenizer.decode([placeholder_id]))}"
+    text = re.sub(pattern, lambda _: f"{image_text}\n", tokenizer.decode(ids))
+    return list(tokenizer.encode(text, add_special_tokens=False))
 
 
 def with_image_sizes(

@@ -20,7 +20,7 @@ class _Family(NamedTuple):
     """name: the tower's family, as the encoder names it. merges_time: an item's frames are averaged into one
     set of rows. uses_mrope: positions have three axes. has_timestamps: a clip's frames have texts between
     them. section: of config.json, that states what the file states of other models. has_image_frames: the
-    frames of a clip have the placeholder of images."""
+    frames of a clip have the placeholder of images. centres_images: as ``centred`` of ``mrope_positions``."""
 
     name: str
     merges_time: bool = False
@@ -29,6 +29,7 @@ class _Family(NamedTuple):
     has_timestamps: bool = True
     section: str = ""
     has_image_frames: bool = False
+    centres_images: bool = False
 
 
 _FAMILIES = {
@@ -50,6 +51,7 @@ _FAMILIES = {
     "glm46v": _Family("glm4v", has_image_frames=True),
     "glm_ocr": _Family("glm_ocr", has_image_frames=True),
     "glm5_next": _Family("glm5_next", uses_mrope=False, has_image_frames=True),
+    "bailing_moe_v3_vl": _Family("ling_vl", centres_images=True),
 }
 """By config.json's model_type."""
 
@@ -68,6 +70,7 @@ class VisionInterface:
     uses_mrope: bool
     num_deepstack_levels: int
     has_timestamps: bool = True
+    centres_images: bool = False
 
     @property
     def placeholder_ids(self) -> tuple[int, int]:
@@ -132,4 +135,5 @@ def vision_interface(config: Mapping[str, Any]) -> VisionInterface:
         uses_mrope=family.uses_mrope,
         num_deepstack_levels=len(levels),
         has_timestamps=family.has_timestamps,
+        centres_images=family.centres_images,
     )

@@ -30,6 +30,8 @@ class ImagePrompt:
         expanded = expand_placeholders(ids, items, interface.placeholder_ids)
         positions = None
         if interface.uses_mrope:
-            positions = mrope_positions(expanded, grids, merge_size=interface.merge_size)
+            positions = mrope_positions(
+                expanded, grids, merge_size=interface.merge_size, centred=interface.centres_images
+            )
         offsets = [(span.start, span.end - 1) for span in expanded.spans]
         return cls(expanded.ids.tolist(), offsets, positions)

@@ -79,6 +79,13 @@ CALLED: Mapping[str, tuple[str, ...]] = {
     "vllm.exceptions": (
         *("GenerationError(message)", "RetryableRequestError(message)", "VLLMValidationError"),
     ),
+    f"{MODELS}.bailing_moe_v3_vl": (
+        *("BailingMoeV3VLForConditionalGeneration", "BailingMoeV3VLProcessingInfo.get_hf_config()"),
+        "BailingMoeV3VLProcessingInfo.get_image_processor()",
+        "BailingMoeV3VLProcessingInfo._get_vision_info"
+        "(image_width, image_height, image_processor, mm_kwargs, modality)",
+        "BailingMoeV3VLProcessingInfo._merge_and_resolve_mm_processor_kwargs(mm_kwargs)",
+    ),
     f"{MODELS}.config": ("MODELS_CONFIG_MAP",),
     f"{MODELS}.glm4_1v": (
         *("Glm4vForConditionalGeneration", "Glm4vMoeForConditionalGeneration"),
@@ -193,6 +200,13 @@ OVERRIDDEN: Mapping[str, tuple[str, ...]] = {
     ),
     "vllm.entrypoints.generate.base.serving": (
         "GenerateBaseServing._raise_if_error(finish_reason, request_id)",
+    ),
+    f"{MODELS}.bailing_moe_v3_vl": (
+        "BailingMoeV3VLDummyInputsBuilder._get_dummy_images(width, height, num_images, overrides)",
+        "BailingMoeV3VLForConditionalGeneration.embed_multimodal(kwargs)",
+        "BailingMoeV3VLMultiModalProcessor._apply_hf_processor_main(mm_items, hf_kwargs)",
+        "BailingMoeV3VLMultiModalProcessor._get_mm_fields_config(hf_inputs, hf_processor_mm_kwargs)",
+        "BailingMoeV3VLProcessingInfo.get_data_parser()",
     ),
     f"{MODELS}.config": (
         "VerifyAndUpdateConfig.verify_and_update_config(vllm_config)",

@@ -49,6 +49,7 @@ ARCHITECTURES = {
     "Glm4vMoeForConditionalGeneration": Model("glm4_1v", "glm"),
     "GlmOcrForConditionalGeneration": Model("glm_ocr", "glm"),
     "Glm5NextForConditionalGeneration": Model("vllm.models.glm5next", "glm"),
+    "BailingMoeV3VLForConditionalGeneration": Model("bailing_moe_v3_vl", "ling"),
 }
 """By architecture. The class here has the architecture's name."""
 

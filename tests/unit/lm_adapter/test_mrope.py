@@ -71,6 +71,9 @@ def test_errors_give_both_figures() -> None:
     with pytest.raises(InvalidRequest, match=r"6 rows.*4 placeholders") as caught:
         mrope_positions(prompt, [(1, 4, 6)], merge_size=2)
     assert caught.value.reason == "GRID_MISMATCH"
+    clip = expand_placeholders([VIDEO], [PromptItem(VIDEO, (3,))])
+    with pytest.raises(InvalidRequest, match=r"grid \[3, 2, 2\], centred positions need a t of 1"):
+        mrope_positions(clip, [(3, 2, 2)], merge_size=2, centred=True)
     with pytest.raises(InvalidRequest, match=r"token 3 .* 5 tokens"):
         positions.decode(3)
     with pytest.raises(InvalidRequest, match="start 3 and end 2"):

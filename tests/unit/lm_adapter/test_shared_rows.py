@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
+from transformers import AutoTokenizer
 
 from bench.harness.waiting import wait_until
-from lm_adapter.engines.sglang.prompt import with_placeholders
+from encoder_service.checkpoints.synthetic import make_checkpoint
+from lm_adapter.engines.sglang.prompt import with_line_breaks, with_placeholders
 from lm_adapter.engines.sglang.settings import Settings
 from lm_adapter.engines.shared.checkpoint import VisionInterface
 from lm_adapter.engines.shared.geometry import Geometry
@@ -28,6 +31,8 @@ MODEL = fake_model("qwen3_vl")
 GEOMETRY = Geometry("qwen3_vl", MODEL.width, "float32", MODEL.num_deepstack_levels, 2, merges_time=False)
 GRID = Grid(1, 4, 6)
 LOGGER = logging.getLogger("test")
+PAD = "<|image_pad|>"
+MARKED = f"<|vision_start|>{PAD}<|vision_end|>"
 
 
 def image(content: bytes) -> ImageFile:
@@ -180,6 +185,36 @@ QWEN = VisionInterface(
 KIMI = VisionInterface(
     "kimi_k25", "kimi_k25", 500, 500, 2, merges_time=True, uses_mrope=False, num_deepstack_levels=0
 )
+
+
+@pytest.fixture(scope="module")
+def lings_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("ling")
+    make_checkpoint(folder, "ling_vl", "tiny", 0)
+    return AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (f"before{MARKED}after", f"before{MARKED}\nafter"),
+        (f"before{PAD}after", f"before{MARKED}\nafter"),
+        (f"before{MARKED}\nafter", f"before{MARKED}\n\nafter"),
+        (f"{MARKED}{MARKED}after", f"{MARKED}\n{MARKED}\nafter"),
+        ("no image", "no image"),
+        (PAD, f"{MARKED}\n"),
+    ],
+)
+def test_lings_prompts_have_a_line_break_after_each_image(
+    lings_tokenizer: Any, text: str, expected: str
+) -> None:
+    """As vLLM and the checkpoint's processor write them. Without it the model sees another prompt."""
+    ids, pad = lings_tokenizer.encode(text), lings_tokenizer.convert_tokens_to_ids(PAD)
+    found = with_line_breaks(ids, pad, MARKED, text.count(PAD), lings_tokenizer)
+    assert found == lings_tokenizer.encode(expected)
+    # With a placeholder for each row the prompt is complete.
+    expanded = [token for one in found for token in [one] * (4 if one == pad else 1)]
+    assert with_line_breaks(expanded, pad, MARKED, text.count(PAD), lings_tokenizer) == expanded
 
 
 def test_p05_ids_before_and_after_expansion() -> None:

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from transformers.feature_extraction_utils import BatchFeature
 from vllm.multimodal.inputs import MultiModalFieldConfig
-from vllm.multimodal.parse import MultiModalDataParser
 from vllm.multimodal.processing import (
     BaseMultiModalProcessor,
     PromptReplacement,
@@ -21,7 +20,7 @@ from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
 
 from lm_adapter.engines.shared.images import ImageFile
 from lm_adapter.engines.shared.kimi import k3_media_texts, kimi_vl_grid
-from lm_adapter.engines.vllm.api_server.parser import FileProcessorItems, image_files
+from lm_adapter.engines.vllm.api_server.parser import FileProcessorItems, ImageFileParser
 from lm_adapter.engines.vllm.api_server.processor import Factory, Sizes, choice, file_tensor
 from lm_adapter.engines.vllm.file_items import FILE_FIELD
 from lm_adapter.errors import InvalidRequest
@@ -29,11 +28,6 @@ from lm_adapter.items import Grid, Modality, PreprocessOptions
 
 GRID = "grid_thws"
 SETTINGS_FILE = "preprocessor_config.json"
-
-
-class KimiImageParser(MultiModalDataParser):  # type: ignore[misc]
-    def _parse_image_data(self, data: object) -> FileProcessorItems | None:
-        return None if data is None else FileProcessorItems(image_files(data), "image")
 
 
 class KimiImageProcessor(BaseMultiModalProcessor):  # type: ignore[misc]
@@ -118,7 +112,7 @@ def _vl_info(parent: Any) -> type:
 
     class KimiVLFileInfo(parent):  # type: ignore[misc]
         def get_data_parser(self) -> Any:
-            return KimiImageParser()
+            return ImageFileParser()
 
         def grid_of(self, image: ImageFile) -> Grid:
             """Raises ValueError for an image that the reference refuses."""
@@ -145,7 +139,7 @@ def _k3_info(parent: Any) -> type:
             return token_id
 
         def get_data_parser(self) -> Any:
-            return KimiImageParser()
+            return ImageFileParser()
 
         def grid_of(self, image: ImageFile) -> Grid:
             """By the reference's own resize rule."""

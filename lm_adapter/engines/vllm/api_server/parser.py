@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from vllm.model_executor.models import qwen3_vl
 from vllm.multimodal.media import MediaWithBytes
-from vllm.multimodal.parse import ProcessorBatchItems
+from vllm.multimodal.parse import MultiModalDataParser, ProcessorBatchItems
 
 from lm_adapter.engines.shared.images import ImageFile
 from lm_adapter.engines.vllm.api_server.clips import ClipFile
@@ -86,6 +86,13 @@ def _clip_file(clip: object) -> ClipFile | Decoded | None:
     if missing:
         raise ValueError(f"the metadata of a clip lack {missing}")
     return Decoded(clip)
+
+
+class ImageFileParser(MultiModalDataParser):  # type: ignore[misc]
+    """Of models that take images only."""
+
+    def _parse_image_data(self, data: object) -> FileProcessorItems | None:
+        return None if data is None else FileProcessorItems(image_files(data), "image")
 
 
 class FileDataParser(qwen3_vl.Qwen3VLMultiModalDataParser):  # type: ignore[misc]

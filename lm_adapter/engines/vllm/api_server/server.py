@@ -46,6 +46,7 @@ VLLMS_OWN = {"do_normalize", "do_rescale"}
 WITHOUT_CLIPS = {
     *(f"Kimi{name}ForConditionalGeneration" for name in ("K25", "VL", "K3")),
     "Qwen3OmniMoeForConditionalGeneration",
+    "BailingMoeV3VLForConditionalGeneration",
 }
 """vLLM looks for ``split_video_chunks`` in the processors of Kimi-K2.5 and Qwen3-Omni, which none of them
 has; the others take no clips."""

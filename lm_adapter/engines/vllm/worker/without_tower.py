@@ -19,7 +19,10 @@ from lm_adapter.items import Grid
 
 logger = logging.getLogger("vllm.vision_encoder")
 
-TOWER_PREFIXES = "visual.", "vision_tower.", "mm_projector.", "multi_modal_projector.", "audio_tower."
+TOWER_PREFIXES = (
+    *("visual.", "vision_tower.", "mm_projector.", "multi_modal_projector.", "linear_proj."),
+    "audio_tower.",
+)
 """Names of modules that are not built. vLLM skips their part of a LoRA adapter."""
 
 

@@ -1,10 +1,12 @@
-"""The towers of Kimi-VL and Kimi-K3 equal vLLM's own in float32; the reference package has no such models."""
+"""The towers of Kimi-VL, Kimi-K3 and Ling equal vLLM's own in float32; the reference package has no such
+models."""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -48,10 +50,8 @@ def _in_vllm(tmp_path: Path) -> Iterator[None]:
         destroy_distributed_environment()
 
 
-class KimiVision(torch.nn.Module):
+class Vision(torch.nn.Module):
     """vLLM's tower and projector, under the names of their modules in its model."""
-
-    vision_tower: Any
 
     def load(self, tensors: dict[str, torch.Tensor], architecture: Any) -> None:
         from vllm.model_executor.models.utils import AutoWeightsLoader
@@ -64,7 +64,7 @@ class KimiVision(torch.nn.Module):
                 method.process_weights_after_loading(module)
 
 
-class KimiVLVision(KimiVision):
+class KimiVLVision(Vision):
     def __init__(self, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
         super().__init__()
         theirs: Any = importlib.import_module(f"{MODELS}.kimi_vl")
@@ -76,11 +76,12 @@ class KimiVLVision(KimiVision):
 
     def rows(self, pixels: torch.Tensor, grids: list[Grid]) -> torch.Tensor:
         sides = torch.tensor([[grid.h, grid.w] for grid in grids])
-        rows: torch.Tensor = self.multi_modal_projector(torch.cat(self.vision_tower(pixels, sides)))
+        parts = self.vision_tower(pixels.view(-1, 3, 14, 14), sides)
+        rows: torch.Tensor = self.multi_modal_projector(torch.cat(parts))
         return rows
 
 
-class KimiK3Vision(KimiVision):
+class KimiK3Vision(Vision):
     def __init__(self, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
         super().__init__()
         theirs: Any = importlib.import_module(f"{MODELS}.kimi_k25_vit")
@@ -92,12 +93,27 @@ class KimiK3Vision(KimiVision):
         self.load(tensors, model.KimiK3ForConditionalGeneration)
 
     def rows(self, pixels: torch.Tensor, grids: list[Grid]) -> torch.Tensor:
-        parts = self.vision_tower(pixels, [list(grid) for grid in grids])
+        parts = self.vision_tower(pixels.view(-1, 3, 14, 14), [list(grid) for grid in grids])
         rows: torch.Tensor = self.mm_projector(torch.cat(parts))
         return rows
 
 
-# The head size of 128 and heads wider than the tower are Kimi-K3's; heads of 72 Kimi-VL's.
+class LingVision(Vision):
+    def __init__(self, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        super().__init__()
+        theirs: Any = importlib.import_module(f"{MODELS}.bailing_moe_v3_vl")
+        vision, width = SimpleNamespace(**config["vision_config"]), config["text_config"]["hidden_size"]
+        self.visual = theirs.BailingMoeV3VisionTransformer(vision, prefix="visual")
+        merged_width = vision.hidden_size * vision.spatial_merge_size**2
+        self.linear_proj = theirs.BailingMoeV3VLProjector(merged_width, width, prefix="linear_proj")
+        self.load(tensors, theirs.BailingMoeV3VLForConditionalGeneration)
+
+    def rows(self, pixels: torch.Tensor, grids: list[Grid]) -> torch.Tensor:
+        rows: torch.Tensor = self.linear_proj(self.visual(pixels, grid_thw=torch.tensor(grids)))
+        return rows
+
+
+# The head size of 128 and heads wider than the tower are Kimi-K3's; heads of 72 Kimi-VL's and Ling's.
 CASES: dict[str, tuple[Any, dict[str, Any], list[Grid]]] = {
     "kimi_vl": (
         KimiVLVision,
@@ -115,6 +131,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], list[Grid]]] = {
         },
         IMAGES + CLIPS,
     ),
+    "ling_vl": (LingVision, {"hidden_size": 144, "num_heads": 2, "intermediate_size": 538}, IMAGES),
 }
 
 
@@ -128,6 +145,5 @@ def test_rows_equal_vllms(family: str, tmp_path: Path) -> None:
     pixels = random_pixels(tower, grids, fresh_seed())
     # vLLM compiles the interpolation of the position table, which takes long and may fail on a CPU.
     with torch.inference_mode(), torch.compiler.set_stance("force_eager"):
-        model: KimiVLVision | KimiK3Vision = theirs(config, tensors)
-        expected = model.rows(pixels.view(-1, 3, 14, 14), grids)
+        expected = theirs(config, tensors).rows(pixels, grids)
     assert_close(f"{family} against vLLM", run_tower(tower, pixels, grids), expected, VLLM_RELATIVE)
