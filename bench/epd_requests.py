@@ -5,11 +5,13 @@ New pictures and clips are copies of a few files with another comment, so they c
 
 from __future__ import annotations
 
+import asyncio
 import io
 import itertools
 import json
 import random
 import time
+import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +26,7 @@ from bench.harness.processes import data_url
 NUM_PICTURES, NUM_CLIPS = 8, 2
 """Number of different pictures or clips of a size. New ones are copies with another comment."""
 CLIP_FPS = 24
+CHAT, JSON = "/v1/chat/completions", {"content-type": "application/json"}
 
 
 @dataclass(frozen=True)
@@ -37,20 +40,16 @@ class Timed:
 
 
 class Pictures:
-    """JPEG files of one size, or MP4 files. seen: the files that ``take`` has returned as new."""
+    """JPEG files of one size, or MP4 files, each new."""
 
-    def __init__(
-        self, size: tuple[int, int], choice: random.Random, clip_s: int = 0, *, keeps: bool = True
-    ) -> None:
-        """size: width and height in pixels. clip_s: length of each clip; 0 for images. keeps: new files for
-        ``seen``."""
-        self._choice, self._keeps = choice, keeps
+    def __init__(self, size: tuple[int, int], choice: random.Random, clip_s: int = 0) -> None:
+        """size: width and height in pixels. clip_s: length of each clip; 0 for images."""
+        self._choice = choice
         self._is_clip = bool(clip_s)
         if clip_s:
             self._files = [self._clip(*size, clip_s) for _ in range(NUM_CLIPS)]
         else:
             self._files = [self._photo(*size) for _ in range(NUM_PICTURES)]
-        self.seen: list[bytes] = []
 
     def _photo(self, width: int, height: int) -> bytes:
         generator = np.random.default_rng(self._choice.getrandbits(32))
@@ -79,18 +78,13 @@ class Pictures:
             file.mux(stream.encode(None))
         return out.getvalue()
 
-    def take(self, seen: float) -> bytes:
-        if self.seen and self._choice.random() < seen:
-            return self._choice.choice(self.seen)
-        comment = self._choice.randbytes(16)
-        file = self._choice.choice(self._files)
+    def take(self, choice: random.Random, mark: bytes) -> bytes:
+        """mark: makes the file another one than the same choice without it."""
+        comment = choice.randbytes(16) + mark
+        file = choice.choice(self._files)
         if self._is_clip:
-            new = file + (len(comment) + 8).to_bytes(4, "big") + b"free" + comment
-        else:
-            new = file[:2] + b"\xff\xfe" + (len(comment) + 2).to_bytes(2, "big") + comment + file[2:]
-        if self._keeps:
-            self.seen.append(new)
-        return new
+            return file + (len(comment) + 8).to_bytes(4, "big") + b"free" + comment
+        return file[:2] + b"\xff\xfe" + (len(comment) + 2).to_bytes(2, "big") + comment + file[2:]
 
 
 def message(number: int, files: Sequence[bytes], words: int = 0) -> dict[str, Any]:
@@ -102,11 +96,6 @@ def message(number: int, files: Sequence[bytes], words: int = 0) -> dict[str, An
         name = f"{kind.partition('/')[0]}_url"
         parts.append({"type": name, name: {"url": data_url(file, kind)}})
     return {"role": "user", "content": parts}
-
-
-def body(number: int, files: Sequence[bytes], tokens: int, words: int = 0) -> bytes:
-    """A request of one message."""
-    return body_of([message(number, files, words)], tokens)
 
 
 def body_of(messages: Sequence[dict[str, Any]], tokens: int) -> bytes:
@@ -122,11 +111,22 @@ def body_of(messages: Sequence[dict[str, Any]], tokens: int) -> bytes:
     return json.dumps(request).encode()
 
 
-async def send(client: aiohttp.ClientSession, url: str, request: bytes) -> Timed:
+@dataclass(frozen=True)
+class Server:
+    """Where requests go. split: of an instance of vLLM that encodes the images of each request before this
+    server gets it; consumer: where that instance sends rows, if it pushes them."""
+
+    url: str
+    split: str = ""
+    consumer: str = ""
+
+
+async def send(client: aiohttp.ClientSession, server: Server, request: bytes) -> Timed:
     sent = time.perf_counter()
     times, failure = [], ""
-    headers = {"content-type": "application/json"}
-    async with client.post(f"{url}/v1/chat/completions", data=request, headers=headers) as response:
+    if server.split:
+        request = await encoded(client, server, request)
+    async with client.post(f"{server.url}{CHAT}", data=request, headers=JSON) as response:
         async for line in response.content:
             if response.status != 200 or b'"error"' in line:
                 failure = failure or line.decode(errors="replace")[:300]
@@ -136,3 +136,37 @@ async def send(client: aiohttp.ClientSession, url: str, request: bytes) -> Timed
     first_ms = (times[0] - sent) * 1e3 if times else 0.0
     gaps_ms = tuple((later - earlier) * 1e3 for earlier, later in itertools.pairwise(times))
     return Timed(first_ms, (ended - sent) * 1e3, gaps_ms, failure or ("" if times else "no token"))
+
+
+async def encoded(client: aiohttp.ClientSession, server: Server, request: bytes) -> bytes:
+    """As the proxy of vLLM's examples does it: each file goes to the encoding instance in a request of its
+    own without text, all at once; then the whole request, with what the answers say of the rows."""
+
+    async def encode(body: bytes) -> dict[str, Any]:
+        async with client.post(f"{server.split}{CHAT}", data=body, headers=JSON) as response:
+            answer: dict[str, Any] = await response.json()
+            if response.status != 200:
+                raise aiohttp.ClientError(str(answer)[:300])
+            return answer.get("ec_transfer_params") or {}
+
+    transfers, bodies = await asyncio.to_thread(alone, request, server.consumer)
+    answers = await asyncio.gather(*map(encode, bodies))
+    rows: dict[str, Any] = {"ec_items": transfers} if server.consumer else {}
+    for answer in answers:
+        rows |= {} if server.consumer else answer
+    return request[:-1] + b', "ec_transfer_params": ' + json.dumps(rows).encode() + b"}"
+
+
+def alone(request: bytes, consumer: str) -> tuple[list[dict[str, str]], list[bytes]]:
+    """The name of each file's transfer, and the request that encodes it."""
+    messages = json.loads(request)["messages"]
+    parts = [part for one in messages if one["role"] == "user" for part in one["content"]]
+    files = [part for part in parts if part["type"] != "text"]
+    transfers = [{"transfer_id": uuid.uuid4().hex} for _ in files]
+    bodies = []
+    for file, transfer in zip(files, transfers, strict=True):
+        body = {"model": "model", "messages": [{"role": "user", "content": [file]}], "max_tokens": 1}
+        if consumer:
+            body["ec_transfer_params"] = {"consumer_zmq": consumer, "ec_items": [transfer]}
+        bodies.append(json.dumps(body).encode())
+    return transfers, bodies

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-import math
+import asyncio
+import json
 from pathlib import Path
+from typing import Any
 
+import aiohttp
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
-from bench.epd_rates import figures, goodput
-from tests.engines.epd import check_epd, check_rates
+from bench.epd_images import files_of
+from bench.epd_rates import MIXES, Requests
+from bench.epd_requests import Server, body_of, encoded, message
+from bench.epd_servers import CONNECTORS
+from tests.engines.epd import check_epd, check_rates, run_epd
 from tests.engines.stack import Stack
 
 pytestmark = pytest.mark.timeout(600)
@@ -16,45 +24,92 @@ pytestmark = pytest.mark.timeout(600)
 
 @pytest.mark.extended
 def test_epd_compares_both_servers(tmp_path: Path) -> None:
-    check_epd(tmp_path, 2)
+    result = check_epd(tmp_path, 2)
+    assert result["groups"][0]["peers"] == ["tower", "beside"]
+    tower, beside = result["summary"]
+    assert tower["cpu_ms"]["API server"][0] > 0
+    assert tower["cpu_ms"]["EngineCore"][0] > 0
+    assert beside["encoder"]["images_per_s"][0] == pytest.approx(4 * beside["requests_per_s"][0], rel=0.1)
+
+
+@pytest.mark.extended
+def test_epd_says_why_a_peer_cannot_run_and_measures_the_others(tmp_path: Path) -> None:
+    """Without NVIDIA's MPS on a CPU; vLLM's own split needs packages or a device that are not here."""
+    result = check_epd(tmp_path, 1, "--peers", "mps", "split", "tower")
+    assert result["left_out"]["mps"] == "MPS needs a GPU"
+    assert all(connector in result["left_out"]["split"] for connector in CONNECTORS)
+
+
+@pytest.mark.extended
+def test_one_encoder_serves_the_images_of_two_further_servers(tmp_path: Path) -> None:
+    """By a load generator, while a third is measured; ranks of a tensor-parallel server are one peer."""
+    peers = ("--gpus", "2", "--peers", "apart, for three", "tp")
+    result = run_epd(tmp_path, "--mixes", "chat=2", "--seconds", "4", *peers)
+    measured, tp = result["records"]
+    assert measured["others"]["images"] > 0
+    assert measured["others"]["failed_requests"] == 0
+    own = len(measured["requests"])
+    encoded = measured["encoder"]["images_per_s"] * measured["seconds"]
+    assert encoded == pytest.approx(own + measured["others"]["images"], abs=1)
+    assert tp["num_failed"] == 0
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl"], indirect=True, scope="session")
 def test_epd_compares_a_tower_with_a_running_server(family: str, stack: Stack, tmp_path: Path) -> None:
     """Which saves the start of a second vLLM and of an encoder."""
-    check_epd(tmp_path, 2, "--running", "rows from the encoder", stack.vllm.url)
+    check_epd(tmp_path, 2, "--running", "beside", stack.vllm.url)
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl"], indirect=True, scope="session")
 def test_epd_finds_the_goodput_of_a_running_server(family: str, stack: Stack, tmp_path: Path) -> None:
     """For both names, so that no further server starts."""
-    running = [("--running", name, stack.vllm.url) for name in ("its own tower", "rows from the encoder")]
+    running = [("--running", name, stack.vllm.url) for name in ("tower", "beside")]
     check_rates(tmp_path, *(word for words in running for word in words))
 
 
 @pytest.mark.parametrize(
-    ("shares", "expected"),
-    [
-        ({10: 1.0, 16: 0.95}, math.inf),
-        ({10: 1.0, 16: 0.8}, 13),
-        ({10: 0.8, 16: 0.95}, 0),
-        ({16: 0.8, 10: 0.9, 22: 0.95}, 10),
-    ],
-    ids=[
-        "beyond what was measured",
-        "between two rates",
-        "not the lowest one",
-        "up to the first that misses",
-    ],
+    "consumer", ["", "tcp://127.0.0.1:1"], ids=["the server pulls rows", "they are pushed"]
 )
-def test_goodput_is_the_rate_up_to_which_enough_requests_are_within_the_bound(
-    shares: dict[float, float], expected: float
-) -> None:
-    assert goodput(shares) == pytest.approx(expected)
+def test_vllms_own_split_gets_each_image_alone_and_the_server_the_places_of_the_rows(consumer: str) -> None:
+    """Which would else measure a server that encodes by itself."""
+    asked: list[dict[str, Any]] = []
+
+    async def encode(request: web.Request) -> web.Response:
+        asked.append(await request.json())
+        return web.json_response({"ec_transfer_params": {f"image {len(asked)}": {"peer_port": 1}}})
+
+    async def run() -> dict[str, Any]:
+        application = web.Application()
+        application.router.add_post("/v1/chat/completions", encode)
+        async with TestServer(application) as server, aiohttp.ClientSession() as client:
+            where = Server("http://unused", str(server.make_url("")).rstrip("/"), consumer)
+            files = [b"\xff\xd8one", b"\xff\xd8two"]
+            found: dict[str, Any] = json.loads(await encoded(client, where, body_of([message(1, files)], 4)))
+            return found
+
+    request = asyncio.run(run())
+    assert [len(one["messages"][0]["content"]) for one in asked] == [1, 1]
+    assert all(one["messages"][0]["content"][0]["type"] == "image_url" for one in asked)
+    assert request["max_tokens"] == 4
+    if consumer:
+        pushed = [one["ec_transfer_params"] for one in asked]
+        assert {one["consumer_zmq"] for one in pushed} == {consumer}
+        names = {one["ec_items"][0]["transfer_id"] for one in pushed}
+        assert {one["transfer_id"] for one in request["ec_transfer_params"]["ec_items"]} == names
+    else:
+        assert request["ec_transfer_params"].keys() == {"image 1", "image 2"}
 
 
-def test_a_request_that_failed_is_within_no_bound() -> None:
-    fast, slow, failed = [0, 100, 9, 9, 900, ""], [0, 100, 11, 11, 900, ""], [0, 0, 0, 0, 0, "503"]
-    found = figures([fast, slow, failed, fast])
-    assert found["within"] == {"150/10": 0.5, "250/15": 0.75, "500/25": 0.75}
-    assert found["num_failed"] == 1
+def test_peers_get_the_same_kinds_at_the_same_times_and_never_the_same_file() -> None:
+    """Peers share encoders and servers: files of another peer would come from their caches."""
+    requests = Requests(MIXES["tiny"]["chat"], "seed")
+    one, other, again = (
+        requests.arrivals(8, 4, part, peer)
+        for part, peer in (("1", "apart"), ("1", "apart, for three"), ("2", "apart"))
+    )
+    assert [sent.at_s for sent in one] == [sent.at_s for sent in other]
+    sizes = [[len(body) for body in sent.bodies] for sent in (*one, *other)]
+    assert all(abs(a[0] - b[0]) < 40 for a, b in zip(sizes[: len(one)], sizes[len(one) :], strict=True))
+    assert [sent.at_s for sent in one] != [sent.at_s for sent in again]
+    files = [file for sent in (*one, *other, *again) for file in files_of(sent)]
+    assert len(set(files)) == len(files)
