@@ -2,7 +2,7 @@
 
     .venv-engines/bin/python -m bench.epd                     # a CPU: what the way through the service costs
     .venv-sglang/bin/python -m bench.epd --engine sglang
-    python -m bench.epd --device cuda --size full             # one GPU, its default peers and all mixes
+    python -m bench.epd --device cuda --size full --rates     # one GPU, its default peers, no closed loops
     python -m bench.epd --device cuda --size full --gpus 2 --mixes chat documents=2,5 --peers graphs apart
 
 Owns the run: its peers and mixes, rounds and results. ``epd_servers`` owns the peers, ``epd_rates`` the
@@ -33,8 +33,17 @@ import torch
 from bench.charts import draw_beside
 from bench.epd_figures import summary, tables
 from bench.epd_rates import MIXES, WARM_UP_S, Mix, Requests, Sent, measure
-from bench.epd_requests import Server
-from bench.epd_servers import WHOLE_GPU, Peer, Running, default_groups, engine_arguments, peers_of, started
+from bench.epd_servers import (
+    NO_SPLIT,
+    WHOLE_GPU,
+    Peer,
+    Running,
+    default_groups,
+    engine_arguments,
+    kv_gib,
+    peers_of,
+    started,
+)
 from bench.harness.engine_checkpoints import write_checkpoint
 from bench.measurement import RESULTS, ResultFile, describe_environment
 
@@ -63,10 +72,11 @@ def parse_arguments() -> argparse.Namespace:
         metavar="MIX[=NUMBER,...]",
         help="with other rates in requests a second, or another number of users; all by default",
     )
+    parser.add_argument("--rates", action="store_true", help="of all mixes without the closed loops")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=16.0, help="of each rate")
     parser.add_argument("--time-limit-s", type=float, default=math.inf, help="no point begins later")
-    parser.add_argument("--kv-gib", type=float, help="of each vLLM; by default what the peers of a GPU leave")
+    parser.add_argument("--kv-gib", type=float, help="of each vLLM; by default what the fullest GPU has left")
     parser.add_argument(
         "--running", nargs=2, action="append", default=[], metavar=("PEER", "URL"), help="is not started"
     )
@@ -79,7 +89,13 @@ def parse_arguments() -> argparse.Namespace:
     groups = arguments.peers or default_groups(arguments.engine, arguments.device, arguments.gpus)
     known = peers_of(arguments.engine, arguments.gpus)
     arguments.peers = [{name: chosen_peer(parser, name, known) for name in group} for group in groups]
-    arguments.mixes = chosen_mixes(parser, arguments.mixes, MIXES[arguments.size])
+    if arguments.engine == "vllm" and arguments.device == "cuda" and arguments.kv_gib is None:
+        # Of all groups the same, so that their figures can be compared.
+        arguments.kv_gib = min(kv_gib(group.values()) for group in arguments.peers)
+    known_mixes = MIXES[arguments.size]
+    if arguments.rates:
+        known_mixes = {name: mix for name, mix in known_mixes.items() if not mix.is_closed_loop}
+    arguments.mixes = chosen_mixes(parser, arguments.mixes, known_mixes)
     return arguments
 
 
@@ -248,7 +264,7 @@ def describe(arguments: argparse.Namespace) -> dict[str, Any]:
         },
         "complete": False,
         "groups": [],
-        "left_out": {},
+        "left_out": {"split": NO_SPLIT} if arguments.engine == "vllm" else {},
         "records": [],
     }
 
@@ -258,13 +274,13 @@ def measure_group(
 ) -> None:
     """Starts the peers of a group, sends all mixes, and stops them. Writes each point when it has ended."""
     result, peers = file.result, arguments.peers[number]
-    up = {name: Running([Server(url)]) for name, url in arguments.running if name in peers}
+    up = {name: Running([url]) for name, url in arguments.running if name in peers}
     missing = {name: peer for name, peer in peers.items() if name not in up}
     begun = time.monotonic()
     with started(arguments, missing, checkpoint, root / str(number)) as (group, running):
         running = {name: (up | running)[name] for name in peers if name in (up | running)}
         result["left_out"] |= {name: group.why_not(missing[name]) for name in missing if name not in running}
-        about: dict[str, Any] = {"peers": list(running), "kv_gib": group.kv_gib}
+        about: dict[str, Any] = {"peers": list(running)}
         about |= {"start_s": time.monotonic() - begun, "encoder_start_s": group.encoder_start_s}
         result["groups"].append(about)
         load = Load(arguments, running, ends_s, result["left_out"])

@@ -139,7 +139,7 @@ def goodput_table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 def times_table(mix: str, rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Medians over the rounds, with the least and greatest of the first column."""
     bounds = list(rows[0]["within"]) if rows[0]["rate"] else []
-    programs = list(dict.fromkeys(name for row in rows for name in row["cpu_ms"])) if not bounds else []
+    programs = list(dict.fromkeys(name for row in rows for name in row["cpu_ms"]))
     encoder = list(dict.fromkeys(name for row in rows for name in row["encoder"]))
     yield ""
     yield from head(

@@ -18,7 +18,7 @@ from typing import Any
 import aiohttp
 
 from bench.epd_figures import figures, percentiles
-from bench.epd_requests import Pictures, Server, Timed, body_of, message, send
+from bench.epd_requests import Pictures, Timed, body_of, message, send
 
 WARM_UP_S = 6.0
 PIXELS_OF_A_TOKEN = 32 * 32
@@ -53,6 +53,11 @@ class Mix:
     turns: int = 0
     window: int = 0
 
+    @property
+    def is_closed_loop(self) -> bool:
+        """Each caller sends its next request when it has an answer."""
+        return bool(self.users) and not self.window
+
 
 CHAT = (Kind(0.5, 448, 448, 1), Kind(0.35, 768, 768, 1), Kind(0.15, 1024, 1024, 1))
 LARGE = (Kind(1.0, 2400, 1080, 1),)
@@ -78,7 +83,6 @@ MIXES = {
     },
 }
 MIXES["small"] = MIXES["tiny"]
-WARM_UP_TURNS = 2
 
 
 @dataclass(frozen=True)
@@ -161,8 +165,8 @@ class Requests:
         return self._choice.randrange(10**6) * 10**6 + self._number
 
 
-async def measure(servers: Sequence[Server], arrivals: Sequence[Sent], mix: Mix, seed: str) -> dict[str, Any]:
-    """Sends the requests, to the servers in turns. Returns figures, and a record of each request."""
+async def measure(servers: Sequence[str], arrivals: Sequence[Sent], mix: Mix, seed: str) -> dict[str, Any]:
+    """Sends the requests, to the servers (URLs) in turns. Returns figures, and a record of each request."""
     found: list[list[Any]] = []
     all_gaps: list[float] = []
     timeout, connector = aiohttp.ClientTimeout(total=180), aiohttp.TCPConnector(limit=0)

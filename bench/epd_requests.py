@@ -5,13 +5,11 @@ New pictures and clips are copies of a few files with another comment, so they c
 
 from __future__ import annotations
 
-import asyncio
 import io
 import itertools
 import json
 import random
 import time
-import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +24,7 @@ from bench.harness.processes import data_url
 NUM_PICTURES, NUM_CLIPS = 8, 2
 """Number of different pictures or clips of a size. New ones are copies with another comment."""
 CLIP_FPS = 24
-CHAT, JSON = "/v1/chat/completions", {"content-type": "application/json"}
+JSON = {"content-type": "application/json"}
 
 
 @dataclass(frozen=True)
@@ -111,22 +109,10 @@ def body_of(messages: Sequence[dict[str, Any]], tokens: int) -> bytes:
     return json.dumps(request).encode()
 
 
-@dataclass(frozen=True)
-class Server:
-    """Where requests go. split: of an instance of vLLM that encodes the images of each request before this
-    server gets it; consumer: where that instance sends rows, if it pushes them."""
-
-    url: str
-    split: str = ""
-    consumer: str = ""
-
-
-async def send(client: aiohttp.ClientSession, server: Server, request: bytes) -> Timed:
+async def send(client: aiohttp.ClientSession, server: str, request: bytes) -> Timed:
     sent = time.perf_counter()
     times, failure = [], ""
-    if server.split:
-        request = await encoded(client, server, request)
-    async with client.post(f"{server.url}{CHAT}", data=request, headers=JSON) as response:
+    async with client.post(f"{server}/v1/chat/completions", data=request, headers=JSON) as response:
         async for line in response.content:
             if response.status != 200 or b'"error"' in line:
                 failure = failure or line.decode(errors="replace")[:300]
@@ -136,37 +122,3 @@ async def send(client: aiohttp.ClientSession, server: Server, request: bytes) ->
     first_ms = (times[0] - sent) * 1e3 if times else 0.0
     gaps_ms = tuple((later - earlier) * 1e3 for earlier, later in itertools.pairwise(times))
     return Timed(first_ms, (ended - sent) * 1e3, gaps_ms, failure or ("" if times else "no token"))
-
-
-async def encoded(client: aiohttp.ClientSession, server: Server, request: bytes) -> bytes:
-    """As the proxy of vLLM's examples does it: each file goes to the encoding instance in a request of its
-    own without text, all at once; then the whole request, with what the answers say of the rows."""
-
-    async def encode(body: bytes) -> dict[str, Any]:
-        async with client.post(f"{server.split}{CHAT}", data=body, headers=JSON) as response:
-            answer: dict[str, Any] = await response.json()
-            if response.status != 200:
-                raise aiohttp.ClientError(str(answer)[:300])
-            return answer.get("ec_transfer_params") or {}
-
-    transfers, bodies = await asyncio.to_thread(alone, request, server.consumer)
-    answers = await asyncio.gather(*map(encode, bodies))
-    rows: dict[str, Any] = {"ec_items": transfers} if server.consumer else {}
-    for answer in answers:
-        rows |= {} if server.consumer else answer
-    return request[:-1] + b', "ec_transfer_params": ' + json.dumps(rows).encode() + b"}"
-
-
-def alone(request: bytes, consumer: str) -> tuple[list[dict[str, str]], list[bytes]]:
-    """The name of each file's transfer, and the request that encodes it."""
-    messages = json.loads(request)["messages"]
-    parts = [part for one in messages if one["role"] == "user" for part in one["content"]]
-    files = [part for part in parts if part["type"] != "text"]
-    transfers = [{"transfer_id": uuid.uuid4().hex} for _ in files]
-    bodies = []
-    for file, transfer in zip(files, transfers, strict=True):
-        body = {"model": "model", "messages": [{"role": "user", "content": [file]}], "max_tokens": 1}
-        if consumer:
-            body["ec_transfer_params"] = {"consumer_zmq": consumer, "ec_items": [transfer]}
-        bodies.append(json.dumps(body).encode())
-    return transfers, bodies

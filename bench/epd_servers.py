@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.util
 import itertools
-import json
 import os
 import re
 import shutil
@@ -19,7 +17,7 @@ import signal
 import subprocess
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -28,7 +26,6 @@ from typing import Any
 
 import httpx
 
-from bench.epd_requests import Server
 from bench.harness import sglang, vllm
 from bench.harness.children import CLOCK_TICKS_PER_S, Child, counters_of, visible_gpu
 from bench.harness.ports import free_port
@@ -43,15 +40,17 @@ WAYS = re.compile(
 """What the servers' logs say of how rows come; SGLang's pool in device memory was full at least once."""
 OURS, SPLIT = "this service", "the engine's own"
 GRAPHS, PROTOCOL = "encoder graphs", "by SGLang's protocol"
-CONNECTORS = {"ECCPUConnector": "nixl", "ECMooncakeConnector": "mooncake"}
-"""Of vLLM's own split, in the order in which they are tried, and the package that each needs."""
+NO_SPLIT = (
+    "vLLM 0.33's ECCPUConnector and ECMooncakeConnector need its V2 model runner, which needs Triton: on a"
+    " CPU the first does not start, and with the second no request gets its rows. Not tried on a GPU"
+)
+"""Why vLLM's own split is no peer."""
 MPS = "nvidia-cuda-mps-control"
 WHOLE_GPU = 100
 SERVER_GIB, ENCODER_GIB = 22, 8
 """Memory of a server beside its KV cache (about 8B parameters in bfloat16, activations, graphs), and of an
 encoder with its arena."""
 USABLE_SHARE = 0.92
-TRANSFER_BYTES = 4 << 30
 REASON = re.compile(r"^(?:\([^)]*\) ERROR [^\]]*\] )?([\w.]*(?:Error|Exception)\b.*)$", re.MULTILINE)
 
 
@@ -83,6 +82,12 @@ class Peer:
     others: int = 0
 
 
+def parts_of(peers: Iterable[Peer]) -> tuple[list[ServerAt], list[EncoderAt]]:
+    """Their servers and encoders, each once."""
+    servers = list(dict.fromkeys(server for peer in peers for server in peer.servers))
+    return servers, list(dict.fromkeys(server.encoder for server in servers if server.encoder))
+
+
 def peers_of(engine: str, num_gpus: int) -> dict[str, Peer]:
     """All that so many GPUs can hold, by name; bench/README.md describes them."""
     every, last = range(num_gpus), num_gpus - 1
@@ -94,13 +99,13 @@ def peers_of(engine: str, num_gpus: int) -> dict[str, Peer]:
     found = {
         "tower": Peer(tuple(ServerAt((gpu,)) for gpu in every)),
         "graphs": Peer(tuple(ServerAt((gpu,), option=GRAPHS) for gpu in every)),
-        "split": Peer(tuple(ServerAt((gpu,), EncoderAt(last, SPLIT)) for gpu in rest)),
         "beside": pairs(),
         "mps": pairs(WHOLE_GPU),
     }
     if engine == "sglang":
         protocol = (ServerAt((gpu,), EncoderAt(last), PROTOCOL) for gpu in rest)
         found["protocol"] = Peer(tuple(protocol))
+        found["split"] = Peer(tuple(ServerAt((gpu,), EncoderAt(last, SPLIT)) for gpu in rest))
     if num_gpus > 1:
         found["tp"] = Peer((ServerAt(tuple(every), option=GRAPHS),))
         found["one beside all"] = Peer(tuple(ServerAt((gpu,), EncoderAt(0)) for gpu in every))
@@ -117,8 +122,11 @@ def default_groups(engine: str, device: str, num_gpus: int) -> list[list[str]]:
     if engine == "sglang":
         return [["tower", "graphs", "beside"], ["split", "protocol"]]
     return {
-        1: [["graphs", "beside", "mps"], ["tower", "split"]],
-        2: [["graphs", "beside", "apart", "apart, for three"], ["mps", "tp", "split"]],
+        1: [["graphs", "beside", "mps"], ["tower"]],
+        2: [
+            ["graphs", "beside", "apart", "apart, for three", "one beside all"],
+            ["tower", "mps", "tp"],
+        ],
     }.get(num_gpus, [["graphs", "apart", "mps"]])
 
 
@@ -139,10 +147,10 @@ def reason_of(error: BaseException) -> str:
 
 @dataclass
 class Running:
-    """A peer that is up. counters: where its encoders have theirs; others: what sends the images of
-    ``num_others`` further servers."""
+    """A peer that is up. servers: URLs; counters: where its encoders have theirs; others: what sends the
+    images of ``num_others`` further servers."""
 
-    servers: list[Server] = field(default_factory=list)
+    servers: list[str] = field(default_factory=list)
     processes: list[Process] = field(default_factory=list)
     counters: list[str] = field(default_factory=list)
     others: Child | None = None
@@ -199,8 +207,9 @@ def engine_arguments(arguments: argparse.Namespace) -> list[str]:
     return [*common, *arguments.engine_arguments.split()]
 
 
-def kv_gib(servers: Sequence[ServerAt], encoders: Sequence[EncoderAt]) -> float:
+def kv_gib(peers: Iterable[Peer]) -> float:
     """Of each server on each of its GPUs: what the fullest GPU has left for each of its servers."""
+    servers, encoders = parts_of(peers)
     lines = output_of("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits").splitlines()
     left = []
     for gpu in {gpu for server in servers for gpu in server.gpus}:
@@ -220,24 +229,20 @@ class Group:
         self.arguments, self.peers, self.checkpoint, self.folder = arguments, peers, checkpoint, folder
         self.on_cpu = arguments.device == "cpu"
         self.stack = ExitStack()
-        self.wanted = tuple(dict.fromkeys(server for peer in peers.values() for server in peer.servers))
+        self.wanted, self.wanted_encoders = parts_of(peers.values())
         self.encoders: dict[EncoderAt, Any] = {}
-        self.splits: dict[EncoderAt, Server] = {}
+        self.splits: dict[EncoderAt, str] = {}
         self.processes: dict[ServerAt | EncoderAt, Process] = {}
-        self.servers: dict[ServerAt, Server] = {}
+        self.servers: dict[ServerAt, str] = {}
         self.failures: dict[ServerAt | EncoderAt, str] = {}
         self.encoder_start_s: list[float] = []
-        self.kv_gib = 0.0
         self._mps: dict[str, str] = {}
         self._numbers = itertools.count()
 
     def start(self) -> dict[str, Running]:
         """The first encoder alone, because it measures kernels; then all others at once, as far as there are
         cores. SGLang's servers start one after the other: each takes a share of what is free."""
-        encoders = list(dict.fromkeys(server.encoder for server in self.wanted if server.encoder))
-        encoders.sort(key=lambda encoder: encoder.program == SPLIT)
-        if not self.on_cpu and self.arguments.engine == "vllm":
-            self.kv_gib = self.arguments.kv_gib or kv_gib(self.wanted, encoders)
+        encoders = sorted(self.wanted_encoders, key=lambda encoder: encoder.program == SPLIT)
         if any(encoder.mps for encoder in encoders):
             self._start_mps()
         for encoder in encoders[:1]:
@@ -291,8 +296,7 @@ class Group:
 
     def _start_encoder(self, at: EncoderAt) -> None:
         if at.program == SPLIT:
-            own = self._start_vllm_split if self.arguments.engine == "vllm" else self._start_sglang_split
-            own(at)
+            self._start_sglang_split(at)
             return
         folder = self._folder("encoder")
         device = "cpu" if self.on_cpu else f"cuda:{at.gpu}"
@@ -336,101 +340,53 @@ class Group:
             raise CannotRun("MPS needs a GPU" if self.on_cpu else f"{MPS} is not on PATH")
         return self._mps
 
-    def _start_vllm_split(self, at: EncoderAt) -> None:
-        """An instance of vLLM that encodes, by the first connector that runs. Raises CannotRun."""
-        reasons = []
-        for connector, package in CONNECTORS.items():
-            if importlib.util.find_spec(package) is None:
-                reasons.append(f"{connector}: the package {package} is not installed")
-                continue
-            port = free_port()
-            run, variables = self._transfer(connector, "ec_producer", port)
-            server = Server(f"http://127.0.0.1:{free_port()}", connector, f"tcp://127.0.0.1:{port}")
-            command = ["serve", str(self.checkpoint), "--port", server.url.rpartition(":")[2]]
-            command = ["-m", "vllm.entrypoints.cli.main", *command, "--mm-encoder-only", *run]
-            try:
-                self._launch(
-                    at, [*command, *engine_arguments(self.arguments)], variables, (at.gpu,), server.url
-                )
-            except AssertionError as error:
-                reasons.append(f"{connector}: {reason_of(error)}")
-                continue
-            self.splits[at] = server
-            return
-        raise CannotRun("; ".join(reasons))
-
-    def _transfer(self, connector: str, role: str, port: int) -> tuple[list[str], dict[str, str]]:
-        """Arguments and environment of an instance of vLLM's own split. port: its own for transfers."""
-        num_bytes = 64 << 20 if self.on_cpu else TRANSFER_BYTES
-        config: dict[str, Any] = {"ec_connector": connector, "ec_role": role}
-        variables = {}
-        if connector == "ECCPUConnector":
-            config["ec_connector_extra_config"] = {"ec_cpu_bytes": num_bytes, "ec_enable_nixl": True}
-            variables = {"VLLM_USE_V2_MODEL_RUNNER": "1", "VLLM_EC_SIDE_CHANNEL_PORT": str(port)}
-            variables["VLLM_EC_SIDE_CHANNEL_HOST"] = "127.0.0.1"
-        else:
-            config |= {"ec_buffer_device": self.arguments.device, "ec_buffer_size": num_bytes}
-            config |= {"ec_ip": "127.0.0.1", "ec_port": port}
-            config["ec_connector_extra_config"] = {"mooncake_protocol": "tcp"}
-        return ["--ec-transfer-config", json.dumps(config)], variables
-
     def _start_sglang_split(self, at: EncoderAt) -> None:
         """Its cache of rows is off by default."""
-        url = f"http://127.0.0.1:{free_port()}"
+        port = free_port()
+        url = f"http://127.0.0.1:{port}"
         own = ["--encoder-only", "--encoder-transfer-backend", "zmq_to_tokenizer", "--enable-prefix-mm-cache"]
-        self._launch(at, [*self._sglang_command(url), *own], {}, (at.gpu,), url)
-        self.splits[at] = Server(url)
+        self._launch(at, [*self._sglang_command(port), *own], {}, (at.gpu,), url)
+        self.splits[at] = url
 
     # -- servers -------------------------------------------------------------------------------------------
 
     def _start_server(self, at: ServerAt) -> None:
         make = self._vllm_server if self.arguments.engine == "vllm" else self._sglang_server
-        run, variables, server = make(at)
-        self._launch(at, run, variables | self._mps_variables(at.encoder), at.gpus, server.url)
-        self.servers[at] = server
-
-    def _vllm_server(self, at: ServerAt) -> tuple[list[str], dict[str, str], Server]:
         port = free_port()
-        server, variables = Server(f"http://127.0.0.1:{port}"), {}
-        is_ours = at.encoder is not None and at.encoder.program == OURS
-        target = self._encoder(at).target if is_ours else "127.0.0.1:50051"
+        run, variables = make(at, port)
+        self.servers[at] = f"http://127.0.0.1:{port}"
+        self._launch(at, run, variables | self._mps_variables(at.encoder), at.gpus, self.servers[at])
+
+    def _vllm_server(self, at: ServerAt, port: int) -> tuple[list[str], dict[str, str]]:
+        target = self._encoder(at).target if at.encoder else "127.0.0.1:50051"
         replaced = {"MODEL": str(self.checkpoint), "8000": str(port), "127.0.0.1:50051": target}
         command = vllm.documented("vllm serve", replaced)
-        if not is_ours:
+        if not at.encoder:
             command = command[: command.index("--ec-transfer-config")]
-        if at.encoder is not None and not is_ours:
-            split = self._split(at)
-            transfer_port = free_port()
-            more, variables = self._transfer(split.split, "ec_consumer", transfer_port)
-            command += more
-            consumer = f"tcp://127.0.0.1:{transfer_port}" if split.split == "ECMooncakeConnector" else ""
-            server = Server(server.url, split.url, consumer)
         if at.option == GRAPHS and not self.on_cpu:
             command += ["--compilation-config", '{"cudagraph_mm_encoder": true}']
         if len(at.gpus) > 1:
             command += ["--tensor-parallel-size", str(len(at.gpus))]
-        if self.kv_gib:
-            command += ["--kv-cache-memory-bytes", str(int(self.kv_gib * (1 << 30)))]
-        run = ["-m", "vllm.entrypoints.cli.main", *command[1:], *engine_arguments(self.arguments)]
-        return run, variables, server
+        if self.arguments.kv_gib:
+            command += ["--kv-cache-memory-bytes", str(int(self.arguments.kv_gib * (1 << 30)))]
+        return ["-m", "vllm.entrypoints.cli.main", *command[1:], *engine_arguments(self.arguments)], {}
 
-    def _sglang_server(self, at: ServerAt) -> tuple[list[str], dict[str, str], Server]:
-        server = Server(f"http://127.0.0.1:{free_port()}")
-        run, variables = self._sglang_command(server.url), {}
+    def _sglang_server(self, at: ServerAt, port: int) -> tuple[list[str], dict[str, str]]:
+        run, variables = self._sglang_command(port), {}
         if at.option == GRAPHS:
             variables["SGLANG_VIT_ENABLE_CUDA_GRAPH"] = "1"
         if len(at.gpus) > 1:
             run += ["--tp-size", str(len(at.gpus))]
         if at.encoder is not None and at.encoder.program == SPLIT:
-            run += sglang.protocol_arguments(self._split(at).url)
+            run += sglang.protocol_arguments(self._split(at))
         elif at.encoder is not None and at.option == PROTOCOL:
             run += sglang.protocol_arguments(self._encoder(at).sglang_url)
         elif at.encoder is not None:
             variables |= sglang.plugin_variables(self._encoder(at).target)
-        return run, variables, server
+        return run, variables
 
-    def _sglang_command(self, url: str) -> list[str]:
-        model = ["serve", "--model-path", str(self.checkpoint), "--port", url.rpartition(":")[2]]
+    def _sglang_command(self, port: int) -> list[str]:
+        model = ["serve", "--model-path", str(self.checkpoint), "--port", str(port)]
         return [*sglang.PROGRAM, *model, *engine_arguments(self.arguments)]
 
     def _encoder(self, at: ServerAt) -> Any:
@@ -440,7 +396,7 @@ class Group:
             time.sleep(0.1)
         return self.encoders[at.encoder]
 
-    def _split(self, at: ServerAt) -> Server:
+    def _split(self, at: ServerAt) -> str:
         if at.encoder not in self.splits:
             raise CannotRun(self.failures[at.encoder])  # type: ignore[index]
         return self.splits[at.encoder]

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
+import itertools
+import statistics
 from pathlib import Path
-from typing import Any
 
-import aiohttp
 import pytest
-from aiohttp import web
-from aiohttp.test_utils import TestServer
 
 from bench.epd_images import files_of
 from bench.epd_rates import MIXES, Requests
-from bench.epd_requests import Server, body_of, encoded, message
-from bench.epd_servers import CONNECTORS
+from bench.epd_servers import NO_SPLIT
 from tests.engines.epd import check_epd, check_rates, run_epd
 from tests.engines.stack import Stack
 
@@ -34,10 +29,9 @@ def test_epd_compares_both_servers(tmp_path: Path) -> None:
 
 @pytest.mark.extended
 def test_epd_says_why_a_peer_cannot_run_and_measures_the_others(tmp_path: Path) -> None:
-    """Without NVIDIA's MPS on a CPU; vLLM's own split needs packages or a device that are not here."""
-    result = check_epd(tmp_path, 1, "--peers", "mps", "split", "tower")
-    assert result["left_out"]["mps"] == "MPS needs a GPU"
-    assert all(connector in result["left_out"]["split"] for connector in CONNECTORS)
+    """Without NVIDIA's MPS on a CPU."""
+    result = check_epd(tmp_path, 1, "--peers", "mps", "tower")
+    assert result["left_out"] == {"mps": "MPS needs a GPU", "split": NO_SPLIT}
 
 
 @pytest.mark.extended
@@ -67,37 +61,13 @@ def test_epd_finds_the_goodput_of_a_running_server(family: str, stack: Stack, tm
     check_rates(tmp_path, *(word for words in running for word in words))
 
 
-@pytest.mark.parametrize(
-    "consumer", ["", "tcp://127.0.0.1:1"], ids=["the server pulls rows", "they are pushed"]
-)
-def test_vllms_own_split_gets_each_image_alone_and_the_server_the_places_of_the_rows(consumer: str) -> None:
-    """Which would else measure a server that encodes by itself."""
-    asked: list[dict[str, Any]] = []
-
-    async def encode(request: web.Request) -> web.Response:
-        asked.append(await request.json())
-        return web.json_response({"ec_transfer_params": {f"image {len(asked)}": {"peer_port": 1}}})
-
-    async def run() -> dict[str, Any]:
-        application = web.Application()
-        application.router.add_post("/v1/chat/completions", encode)
-        async with TestServer(application) as server, aiohttp.ClientSession() as client:
-            where = Server("http://unused", str(server.make_url("")).rstrip("/"), consumer)
-            files = [b"\xff\xd8one", b"\xff\xd8two"]
-            found: dict[str, Any] = json.loads(await encoded(client, where, body_of([message(1, files)], 4)))
-            return found
-
-    request = asyncio.run(run())
-    assert [len(one["messages"][0]["content"]) for one in asked] == [1, 1]
-    assert all(one["messages"][0]["content"][0]["type"] == "image_url" for one in asked)
-    assert request["max_tokens"] == 4
-    if consumer:
-        pushed = [one["ec_transfer_params"] for one in asked]
-        assert {one["consumer_zmq"] for one in pushed} == {consumer}
-        names = {one["ec_items"][0]["transfer_id"] for one in pushed}
-        assert {one["transfer_id"] for one in request["ec_transfer_params"]["ec_items"]} == names
-    else:
-        assert request["ec_transfer_params"].keys() == {"image 1", "image 2"}
+def test_requests_arrive_at_random_times_at_the_rate() -> None:
+    sent = Requests(MIXES["tiny"]["chat as text"], "seed").arrivals(20, 50, "1")
+    gaps = [later.at_s - earlier.at_s for earlier, later in itertools.pairwise(sent)]
+    assert statistics.mean(gaps) == pytest.approx(1 / 20, rel=0.1)
+    # Of a Poisson process.
+    assert statistics.stdev(gaps) == pytest.approx(1 / 20, rel=0.15)
+    assert sent[-1].at_s < 50
 
 
 def test_peers_get_the_same_kinds_at_the_same_times_and_never_the_same_file() -> None:

@@ -63,6 +63,19 @@ def test_a_table_has_the_goodput_of_each_peer_over_its_rounds() -> None:
     assert lines[-1] == "- tp: needs two GPUs"
 
 
+def test_intervals_reach_from_the_least_to_the_greatest_round() -> None:
+    rounds = [
+        {**record("graphs", 20, turn, fast, 10 - fast), "requests_per_s": rate, "cpu_ms": {"EngineCore": cpu}}
+        for turn, (fast, rate, cpu) in enumerate(((8, 19.0, 5.0), (5, 21.0, 9.0), (9, 18.0, 6.0)))
+    ]
+    row, _ = summary(rounds)
+    assert row["requests_per_s"] == [19.0, 18.0, 21.0]
+    assert row["within"] == {bound: [0.8, 0.5, 0.9] for bound in ("150/10", "250/15", "500/25")}
+    assert row["cpu_ms"] == {"EngineCore": [6.0, 5.0, 9.0]}
+    assert row["first_token_ms p99"] == [900, 900, 900]
+    assert "| 20: graphs | 19.0 (18.0 to 21.0) |" in tables({"records": rounds, "left_out": {}})
+
+
 def test_a_round_that_was_cut_short_has_no_goodput() -> None:
     """Its highest rate may be one that was not sent."""
     rows = summary([*RECORDS, record("graphs", 10, 2, 10, 0)])
