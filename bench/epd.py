@@ -86,6 +86,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--commit", help="the commit measured, where git cannot tell")
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
+    if arguments.device == "cuda" and torch.cuda.device_count() < arguments.gpus:
+        parser.error(f"--gpus {arguments.gpus}: torch finds {torch.cuda.device_count()} GPUs")
     groups = arguments.peers or default_groups(arguments.engine, arguments.device, arguments.gpus)
     known = peers_of(arguments.engine, arguments.gpus)
     arguments.peers = [{name: chosen_peer(parser, name, known) for name in group} for group in groups]

@@ -25,12 +25,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import torch
 
 from bench.harness import sglang, vllm
 from bench.harness.children import CLOCK_TICKS_PER_S, Child, counters_of, visible_gpu
 from bench.harness.ports import free_port
 from bench.harness.processes import Process, answers
-from bench.measurement import output_of
 
 START_S = 600
 WAYS = re.compile(
@@ -210,12 +210,11 @@ def engine_arguments(arguments: argparse.Namespace) -> list[str]:
 def kv_gib(peers: Iterable[Peer]) -> float:
     """Of each server on each of its GPUs: what the fullest GPU has left for each of its servers."""
     servers, encoders = parts_of(peers)
-    lines = output_of("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits").splitlines()
     left = []
     for gpu in {gpu for server in servers for gpu in server.gpus}:
         own = sum(gpu in server.gpus for server in servers)
         beside = sum(encoder.gpu == gpu for encoder in encoders)
-        usable = min(float(line) for line in lines) / 1024 * USABLE_SHARE
+        usable = torch.cuda.get_device_properties(gpu).total_memory / (1 << 30) * USABLE_SHARE
         left.append((usable - beside * ENCODER_GIB) / own - SERVER_GIB)
     return round(min(left), 1)
 

@@ -42,9 +42,10 @@ def test_one_encoder_serves_the_images_of_two_further_servers(tmp_path: Path) ->
     measured, tp = result["records"]
     assert measured["others"]["images"] > 0
     assert measured["others"]["failed_requests"] == 0
-    own = len(measured["requests"])
-    encoded = measured["encoder"]["images_per_s"] * measured["seconds"]
-    assert encoded == pytest.approx(own + measured["others"]["images"], abs=1)
+    own, others = len(measured["requests"]), measured["others"]["images"]
+    encoded = round(measured["encoder"]["images_per_s"] * measured["seconds"])
+    # The encoder's figures end with the measured requests, others may still be on their way.
+    assert own + others / 2 < encoded <= own + others
     assert tp["num_failed"] == 0
 
 
