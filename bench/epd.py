@@ -198,7 +198,7 @@ class Load:
             self.left_out[f"{peer}, {name}"] = "further servers send only images, and at a rate"
             return False
         if time.monotonic() > self.ends_s:
-            self.left_out[f"{peer}, {part}"] = f"{self.arguments.time_limit_s:g} s had passed"
+            self.left_out[f"{peer}, {part}"] = too_late(self.arguments)
             return False
         return True
 
@@ -241,6 +241,11 @@ class Load:
             encoder["device_busy_share"] = busy_s / point["seconds"]
         others = {"others": more.answer(self.arguments.seconds + 60)} if more else {}
         return {"cpu_ms": cpu_ms, "encoder": encoder, **others, **point}
+
+
+def too_late(arguments: argparse.Namespace) -> str:
+    """Why a point is left out that would begin after the time limit."""
+    return f"{arguments.time_limit_s:g} s had passed"
 
 
 # Results --------------------------------------------------------------------------------------------------
@@ -306,13 +311,13 @@ def main() -> None:
         checkpoint = make_checkpoint(arguments, root / "checkpoint")
         for number, peers in enumerate(arguments.peers):
             if time.monotonic() > ends_s:
-                file.result["left_out"] |= dict.fromkeys(peers, f"{arguments.time_limit_s:g} s had passed")
+                file.result["left_out"] |= dict.fromkeys(peers, too_late(arguments))
             else:
                 measure_group(arguments, number, checkpoint, root, ends_s, file)
     finally:
         shutil.rmtree(root, ignore_errors=True)
     result = file.result
-    result["complete"] = bool(result["records"])
+    result["complete"] = bool(result["records"]) and too_late(arguments) not in result["left_out"].values()
     result["summary"] = summary(result["records"])
     file.write()
     print(tables(result))
