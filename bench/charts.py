@@ -8,6 +8,7 @@ Owns the charts. It needs only the result file, so any result can be drawn again
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 from collections.abc import Callable, Mapping
@@ -56,13 +57,7 @@ STAGE_COLOURS = {
     "store_ms": DEEP,
     "delivery_ms": "#4a7a3f",
 }
-# Of servers, in the order of the bench: the own tower is grey, the plugin orange.
-SERVER_COLOURS = {
-    "its own tower": "#98a4b3",
-    "its own encoder": "#33485f",
-    "the encoder by its protocol": "#eda04e",
-    "rows from the encoder": WARM,
-}
+PEER_COLOURS = ("#98a4b3", WARM, "#33485f", DEEP, "#4a7a3f", "#eda04e", COOL, INK)
 START_COLOURS = {"85": WARM, "48": COOL, "25": DEEP}
 
 
@@ -265,60 +260,39 @@ def serve_stages(axes: Any, records: list[dict[str, Any]]) -> None:
 # -- engines -----------------------------------------------------------------------------------------------
 
 
-def draw_engines(figure: Any, result: dict[str, Any]) -> str:
-    """Requests a second and time to first token of each server, relative to the engine's own tower in that
-    case; lines reach from the least to the largest round."""
-    rows = result.get("summary") or []
+def draw_goodput(figure: Any, result: dict[str, Any]) -> str:
+    """The share of requests within each bound against their rate, of each mix and peer; bars reach from the
+    least to the greatest round."""
+    rows = sorted((row for row in result.get("summary", ()) if row.get("rate")), key=lambda row: row["rate"])
     if not rows:
-        raise NoChart("no summary")
-    cases = list(dict.fromkeys(row["case"] for row in rows))
-    servers = [name for name in SERVER_COLOURS if any(row["server"] == name for row in rows)]
-    figure.set_size_inches(15, 1.5 + 0.18 * len(cases) * (1 + len(servers)))
-    left, right = figure.subplots(1, 2, sharey=True)
-    height = 0.8 / len(servers)
-    for axes, name, title, unit in (
-        (left, "requests_per_s", "Requests a second (more is better)", "/s"),
-        (right, "first_token_ms p50", "Time to first token, p50 (less is better)", " ms"),
-    ):
-        own = {row["case"]: row[name][0] for row in rows if row["server"] == "its own tower"}
-        for number, server in enumerate(servers):
-            found = {row["case"]: row[name] for row in rows if row["server"] == server and name in row}
-            heights = [cases.index(case) + (number + 0.5) * height - 0.4 for case in found]
-            ratios = [values[0] / own[case] for case, values in found.items()]
-            ends = [
-                [abs(values[end] - values[0]) / own[case] for case, values in found.items()] for end in (1, 2)
-            ]
-            bars = axes.barh(
-                heights,
-                ratios,
-                height * 0.9,
-                xerr=ends,
-                color=SERVER_COLOURS[server],
-                label=server,
-                error_kw={"elinewidth": 0.8, "ecolor": INK},
-            )
-            axes.bar_label(
-                bars,
-                [f" {values[0]:{'.3g' if values[0] < 100 else '.0f'}}{unit}" for values in found.values()],
-                fontsize=7,
-            )
-        axes.axvline(1, color=INK, linewidth=0.8)
-        axes.set_title(title, loc="left")
-        axes.set_xlabel("relative to the engine's own tower")
-        axes.margins(x=0.12)
-        tidy(axes)
-        axes.grid(visible=False)
-    left.set_yticks(range(len(cases)), cases)
-    left.invert_yaxis()
-    left.legend(frameon=False, fontsize=8, loc="lower right")
+        raise NoChart("no mix with rates")
+    mixes, peers = (list(dict.fromkeys(row[name] for row in rows)) for name in ("mix", "peer"))
+    bounds = list(rows[0]["within"])
+    figure.set_size_inches(2 + 4 * len(mixes), 1 + 3 * len(bounds))
+    grid = figure.subplots(len(bounds), len(mixes), squeeze=False, sharex="col", sharey=True)
+    for row_of_axes, bound in zip(grid, bounds, strict=True):
+        for axes, mix in zip(row_of_axes, mixes, strict=True):
+            for peer, colour in zip(peers, itertools.cycle(PEER_COLOURS), strict=False):
+                own = [row for row in rows if (row["mix"], row["peer"]) == (mix, peer)]
+                shares = [[100 * share for share in row["within"][bound]] for row in own]
+                middles = [middle for middle, _, _ in shares]
+                ends = [[abs(one[0] - one[end]) for one in shares] for end in (1, 2)]
+                style = {"color": colour, "marker": "o", "label": peer}
+                axes.errorbar([row["rate"] for row in own], middles, ends if own else None, **style)
+            axes.axhline(90, color=INK, linewidth=1, linestyle="--")
+            axes.set_ylim(0, 105)
+            axes.set_title(f"{mix}: {bound} ms", loc="left")
+            tidy(axes)
+        row_of_axes[0].set_ylabel("% of the requests")
+    for axes in grid[-1]:
+        axes.set_xlabel("requests a second")
+    handles, labels = grid[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower left", frameon=False, ncols=len(labels))
     settings = result["settings"]
-    apart = settings.get("encoder_device", settings["device"]) != settings["device"]
-    where = (
-        "all servers on one device, the encoder on another"
-        if apart
-        else "all servers and encoders on one device"
+    return (
+        f"Requests within first token / between tokens: {settings['engine']}, {settings['gpus']} of "
+        f"{result['device']} for each peer"
     )
-    return f"{settings['engine']} on {result['device']}, {where}"
 
 
 # -- autoscaling -----------------------------------------------------------------------------------------
@@ -460,7 +434,7 @@ DRAWERS: Mapping[str, Callable[[Any, dict[str, Any]], str]] = {
     "tower": draw_towers,
     "transport": draw_transports,
     "serve": draw_serving,
-    "epd": draw_engines,
+    "epd": draw_goodput,
     "autoscale": draw_autoscaling,
     "fleet": draw_fleet,
 }

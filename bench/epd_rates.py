@@ -1,36 +1,28 @@
-"""Goodput of ``epd.py --rates``: the rate of chat requests that a server takes while first tokens and times
-between tokens stay within bounds.
+"""The loads of ``epd.py``: mixes of chat requests, and the times that servers take for them.
 
-Requests arrive at random times at a mean rate, whatever the server has left to do. In each round every server
-gets the same requests at the same times. A conversation is a closed loop of many users instead. The times of
-every request are kept, and bounds are applied to them afterwards.
+Requests arrive at random times at a mean rate, whatever the server has left to do. A conversation is a
+closed loop of many users instead, and so are the mixes with callers. In each round every peer gets the same
+kinds of requests at the same times. The times of every request are kept; ``epd_figures`` applies bounds to
+them.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
 import random
-import statistics
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import aiohttp
 
+from bench.epd_figures import figures, percentiles
 from bench.epd_requests import Pictures, Timed, body_of, message, send
-from bench.measurement import percentile
 
-BOUNDS = ((150.0, 10.0), (250.0, 15.0), (500.0, 25.0))
-"""Most milliseconds to the first token, and between the tokens of a request in the mean."""
-GOOD_SHARE = 0.9
 WARM_UP_S = 6.0
 PIXELS_OF_A_TOKEN = 32 * 32
 TURN_PAUSE_S = 2.0
-AT, FIRST, BETWEEN, LONGEST, TOTAL, FAILURE = range(6)
-"""Places in the record of a request, which is a list because there are many: the second at which it was sent;
-milliseconds to the first token, between tokens in the mean and at most, and to the end; why it failed."""
 
 
 @dataclass(frozen=True)
@@ -47,34 +39,46 @@ class Kind:
 class Mix:
     """kinds: none for a conversation. words: further tokens of text in each request; tokens: of each answer;
     rates: requests a second. as_text: text of as many tokens stands for the images, which is what the
-    language model alone can do. clip_s: seconds of the clip that each file is; 0 for images. users, turns,
-    window: of a conversation, in which each turn brings a new image and the last ``window`` images stay."""
+    language model alone can do; one peer is asked. clip_s: seconds of the clip that each file is; 0 for
+    images. users, turns, window: of a conversation, in which each turn brings a new image and the last
+    ``window`` images stay; without a window each turn is a request of its own, without a pause."""
 
     kinds: tuple[Kind, ...]
     words: int
     tokens: int
-    rates: tuple[float, ...]
+    rates: tuple[float, ...] = (0,)
     as_text: bool = False
     clip_s: int = 0
     users: int = 0
     turns: int = 0
     window: int = 0
 
+    @property
+    def is_closed_loop(self) -> bool:
+        """Each caller sends its next request when it has an answer."""
+        return bool(self.users) and not self.window
+
 
 CHAT = (Kind(0.5, 448, 448, 1), Kind(0.35, 768, 768, 1), Kind(0.15, 1024, 1024, 1))
 LARGE = (Kind(1.0, 2400, 1080, 1),)
+SMALL, MEDIUM = Kind(1.0, 448, 448, 1), Kind(1.0, 1024, 1024, 1)
 MIXES = {
     "full": {
         "chat": Mix(CHAT, 64, 96, (10, 16, 22, 28)),
+        "documents": Mix((replace(MEDIUM, images=4),), 64, 96, (2, 3.5, 5, 6)),
+        "448, 1 caller": Mix((SMALL,), 0, 1, users=1, turns=32),
+        "4x448, 16 callers": Mix((replace(SMALL, images=4),), 0, 1, users=16, turns=8),
+        "1024, 32 callers": Mix((MEDIUM,), 0, 1, users=32, turns=4),
+        "448, 64 tokens, 32 callers": Mix((SMALL,), 0, 64, users=32, turns=6),
+        "conversation": Mix(LARGE, 64, 128, users=30, turns=8, window=5),
         "chat as text": Mix(CHAT, 64, 96, (16, 22, 28, 34), as_text=True),
-        "documents": Mix((Kind(1.0, 1024, 1024, 4),), 64, 96, (2, 3.5, 5, 6)),
-        "conversation": Mix(LARGE, 64, 128, (0,), users=30, turns=8, window=5),
-        "clips": Mix((Kind(1.0, 448, 448, 1),), 64, 96, (2, 4, 6), clip_s=8),
+        "clips": Mix((SMALL,), 64, 96, (2, 4, 6), clip_s=8),
     },
     "tiny": {
         "chat": Mix((Kind(0.5, 224, 224, 1), Kind(0.5, 112, 224, 1)), 4, 4, (1, 2)),
         "chat as text": Mix((Kind(1.0, 224, 224, 1),), 4, 4, (1,), as_text=True),
-        "conversation": Mix((Kind(1.0, 224, 112, 1),), 4, 4, (0,), users=2, turns=3, window=2),
+        "conversation": Mix((Kind(1.0, 224, 112, 1),), 4, 4, users=2, turns=3, window=2),
+        "4x112, 2 callers": Mix((Kind(1.0, 112, 112, 4),), 0, 2, users=2, turns=2),
         "clips": Mix((Kind(1.0, 224, 224, 1),), 4, 4, (1,), clip_s=2),
     },
 }
@@ -114,22 +118,27 @@ class Requests:
 
     mix: Mix
     seed: str
+    _mark: bytes = field(default=b"", init=False)
     _number: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         self._choice = random.Random(self.seed)
         self._pictures = {
-            kind: Pictures((kind.width, kind.height), self._choice, self.mix.clip_s, keeps=False)
+            kind: Pictures((kind.width, kind.height), self._choice, self.mix.clip_s)
             for kind in self.mix.kinds
             if not self.mix.as_text
         }
 
-    def arrivals(self, rate: float, seconds: float) -> list[Sent]:
-        """Those of a Poisson process; of a conversation, one for each user."""
+    def arrivals(self, rate: float, seconds: float, part: str, whose: str = "") -> list[Sent]:
+        """Those of a Poisson process; of a closed loop, one for each user. part: of the run; in the same one
+        all have the same kinds at the same times, but files and texts of their own: peers share processes."""
+        self._choice, self._mark = random.Random(f"{self.seed} {part}"), whose.encode()
         sent: list[Sent] = []
         at_s = 0.0
-        while self.mix.users and len(sent) < self.mix.users:
+        while self.mix.window and len(sent) < self.mix.users:
             sent.append(Sent(self._choice.uniform(0, TURN_PAUSE_S * 2), self._conversation()))
+        while len(sent) < self.mix.users:
+            sent.append(Sent(0.0, tuple(self._request() for _ in range(self.mix.turns))))
         while not self.mix.users and at_s < seconds:
             sent.append(Sent(at_s, (self._request(),)))
             at_s += self._choice.expovariate(rate)
@@ -140,12 +149,14 @@ class Requests:
         if self.mix.as_text:
             words = self.mix.words + kind.images * kind.width * kind.height // PIXELS_OF_A_TOKEN
             return body_of([message(self._next(), (), words)], self.mix.tokens)
-        files = [self._pictures[kind].take(0) for _ in range(kind.images)]
+        files = [self._pictures[kind].take(self._choice, self._mark) for _ in range(kind.images)]
         return body_of([message(self._next(), files, self.mix.words)], self.mix.tokens)
 
     def _conversation(self) -> Conversation:
         (kind,) = self.mix.kinds
-        asked = ((self._next(), self._pictures[kind].take(0)) for _ in range(self.mix.turns))
+        asked = (
+            (self._next(), self._pictures[kind].take(self._choice, self._mark)) for _ in range(self.mix.turns)
+        )
         return Conversation(self.mix, tuple(asked))
 
     def _next(self) -> int:
@@ -154,11 +165,10 @@ class Requests:
         return self._choice.randrange(10**6) * 10**6 + self._number
 
 
-async def measure(
-    urls: Sequence[str], requests: Sequence[Sent], tokens: int, seed: str
-) -> tuple[list[list[Any]], float]:
-    """Sends the requests, to the URLs in turns. Returns a record of each, and the seconds of all."""
+async def measure(servers: Sequence[str], arrivals: Sequence[Sent], mix: Mix, seed: str) -> dict[str, Any]:
+    """Sends the requests, to the servers (URLs) in turns. Returns figures, and a record of each request."""
     found: list[list[Any]] = []
+    all_gaps: list[float] = []
     timeout, connector = aiohttp.ClientTimeout(total=180), aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(timeout=timeout, connector=connector, read_bufsize=1 << 20) as client:
         begun = time.perf_counter()
@@ -169,120 +179,30 @@ async def measure(
             turn = 0
             # On a thread: the loop takes the times of all others.
             while (body := await asyncio.to_thread(next, bodies, None)) is not None:
-                if turn:
+                if turn and mix.window:
                     await asyncio.sleep(pauses.expovariate(1 / TURN_PAUSE_S))
                 turn += 1
                 at_s = time.perf_counter() - begun
                 try:
-                    timed = await send(client, urls[number % len(urls)], body)
+                    timed = await send(client, servers[number % len(servers)], body)
                 except (aiohttp.ClientError, TimeoutError) as error:
                     timed = Timed(0.0, 0.0, (), repr(error)[:200])
+                all_gaps.extend(timed.gaps_ms)
                 gaps = timed.gaps_ms or (0.0,)
                 # vLLM may send several tokens at once; the mean is over all tokens.
-                between_ms = sum(gaps) / max(1, tokens - 1)
+                between_ms = sum(gaps) / max(1, mix.tokens - 1)
                 times = (timed.first_ms, between_ms, max(gaps), timed.total_ms)
                 found.append([round(at_s, 3), *(round(value, 2) for value in times), timed.failure])
 
         tasks = []
-        for number, request in enumerate(sorted(requests, key=lambda sent: sent.at_s)):
+        for number, request in enumerate(sorted(arrivals, key=lambda sent: sent.at_s)):
             await asyncio.sleep(max(0.0, request.at_s - (time.perf_counter() - begun)))
             tasks.append(asyncio.create_task(one(number, request)))
         await asyncio.gather(*tasks)
-        return found, time.perf_counter() - begun
-
-
-def run_mix(
-    urls: Mapping[str, Sequence[str]], name: str, mix: Mix, *, rounds: int, seconds: float, seed: int
-) -> list[dict[str, Any]]:
-    """All rates and rounds of a mix. urls: of each server, which may be several processes. The order of the
-    servers is reversed in every second round."""
-    requests = Requests(mix, f"{seed} {name}")
-    warm = requests.arrivals(mix.rates[0], WARM_UP_S)
-    for each in urls.values():
-        asyncio.run(measure(each, warm, mix.tokens, "warm-up"))
-    records = []
-    for turn in range(rounds):
-        for rate in mix.rates:
-            sent = requests.arrivals(rate, seconds)
-            for server in list(urls) if turn % 2 == 0 else list(urls)[::-1]:
-                found, took_s = asyncio.run(measure(urls[server], sent, mix.tokens, f"{seed} {turn}"))
-                point = {"mix": name, "rate": rate, "server": server, "round": turn, "seconds": took_s}
-                records.append({**point, **figures(found), "requests": found})
-    return records
-
-
-def figures(requests: Sequence[Sequence[Any]]) -> dict[str, Any]:
-    """Of one point. A request that failed is outside of all bounds."""
-    good = [one for one in requests if not one[FAILURE]]
-    first, between = [one[FIRST] for one in good], [one[BETWEEN] for one in good]
-    return {
-        "num_failed": len(requests) - len(good),
-        "failures": sorted({one[FAILURE] for one in requests if one[FAILURE]})[:3],
-        "first_token_ms": {"p50": percentile(first, 0.5), "p99": percentile(first, 0.99)} if good else None,
-        "between_tokens_ms": {"p50": percentile(between, 0.5), "p99": percentile(between, 0.99)}
-        if good
-        else None,
-        "within": {
-            label(bound): sum(one[FIRST] <= bound[0] and one[BETWEEN] <= bound[1] for one in good)
-            / len(requests)
-            for bound in BOUNDS
-        },
-    }
-
-
-def label(bound: tuple[float, float]) -> str:
-    return "{:g}/{:g}".format(*bound)
-
-
-def goodput(shares: Mapping[float, float]) -> float:
-    """Requests a second up to which GOOD_SHARE of them are within a bound, from the share at each rate,
-    interpolated. 0 if it is less at the lowest rate, infinite if it is as much at the highest: what lies
-    beyond was not measured."""
-    kept = 0.0, 1.0
-    for rate, share in sorted(shares.items()):
-        if share < GOOD_SHARE:
-            if not kept[0]:
-                return 0.0
-            return kept[0] + (rate - kept[0]) * (kept[1] - GOOD_SHARE) / (kept[1] - share)
-        kept = rate, share
-    return math.inf
-
-
-def summary(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For each mix, rate and server the median over the rounds, with the minimum and the maximum; then the
-    goodput of each mix and server in every bound, as text of its least and greatest round."""
-    rows: list[dict[str, Any]] = []
-    for mix, rate, server in dict.fromkeys((one["mix"], one["rate"], one["server"]) for one in records):
-        mine = [one for one in records if (one["mix"], one["rate"], one["server"]) == (mix, rate, server)]
-        row: dict[str, Any] = {"mix": mix, "rate": rate, "server": server}
-        row["num_failed"] = sum(one["num_failed"] for one in mine)
-        for name in ("first_token_ms", "between_tokens_ms"):
-            for part in ("p50", "p99"):
-                row[f"{name} {part}"] = spread([one[name][part] for one in mine if one[name]])
-        row["within"] = {name: spread([one["within"][name] for one in mine]) for name in mine[0]["within"]}
-        rows.append(row)
-    for mix, server in dict.fromkeys((one["mix"], one["server"]) for one in records if one["rate"]):
-        mine = [one for one in records if (one["mix"], one["server"]) == (mix, server)]
-        rates = sorted({one["rate"] for one in mine})
-        by_round: dict[str, list[float]] = {name: [] for name in mine[0]["within"]}
-        for turn in dict.fromkeys(one["round"] for one in mine):
-            for name, found in by_round.items():
-                shares = {one["rate"]: one["within"][name] for one in mine if one["round"] == turn}
-                found.append(goodput(shares))
-        texts = {
-            name: " to ".join(dict.fromkeys(goodput_text(one, rates) for one in (min(found), max(found))))
-            for name, found in by_round.items()
-        }
-        rows.append({"mix": mix, "server": server, "goodput": texts})
-    return rows
-
-
-def goodput_text(value: float, rates: Sequence[float]) -> str:
-    """In requests a second. rates: that were measured."""
-    if value in (0.0, math.inf):
-        return f"under {rates[0]:g}" if not value else f"over {rates[-1]:g}"
-    return f"{value:.1f}"
-
-
-def spread(values: Sequence[float]) -> list[float] | None:
-    return [statistics.median(values), min(values), max(values)] if values else None
+        seconds = time.perf_counter() - begun
+    point = figures(found)
+    rate = (len(found) - point["num_failed"]) / seconds
+    gaps_ms = percentiles(all_gaps)
+    # One line each in a file, because there are many.
+    requests = [" ".join(map(str, one)) for one in found]
+    return {"seconds": seconds, "requests_per_s": rate, "gaps_ms": gaps_ms, **point, "requests": requests}

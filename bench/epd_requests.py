@@ -24,6 +24,7 @@ from bench.harness.processes import data_url
 NUM_PICTURES, NUM_CLIPS = 8, 2
 """Number of different pictures or clips of a size. New ones are copies with another comment."""
 CLIP_FPS = 24
+JSON = {"content-type": "application/json"}
 
 
 @dataclass(frozen=True)
@@ -37,20 +38,16 @@ class Timed:
 
 
 class Pictures:
-    """JPEG files of one size, or MP4 files. seen: the files that ``take`` has returned as new."""
+    """JPEG files of one size, or MP4 files, each new."""
 
-    def __init__(
-        self, size: tuple[int, int], choice: random.Random, clip_s: int = 0, *, keeps: bool = True
-    ) -> None:
-        """size: width and height in pixels. clip_s: length of each clip; 0 for images. keeps: new files for
-        ``seen``."""
-        self._choice, self._keeps = choice, keeps
+    def __init__(self, size: tuple[int, int], choice: random.Random, clip_s: int = 0) -> None:
+        """size: width and height in pixels. clip_s: length of each clip; 0 for images."""
+        self._choice = choice
         self._is_clip = bool(clip_s)
         if clip_s:
             self._files = [self._clip(*size, clip_s) for _ in range(NUM_CLIPS)]
         else:
             self._files = [self._photo(*size) for _ in range(NUM_PICTURES)]
-        self.seen: list[bytes] = []
 
     def _photo(self, width: int, height: int) -> bytes:
         generator = np.random.default_rng(self._choice.getrandbits(32))
@@ -79,18 +76,13 @@ class Pictures:
             file.mux(stream.encode(None))
         return out.getvalue()
 
-    def take(self, seen: float) -> bytes:
-        if self.seen and self._choice.random() < seen:
-            return self._choice.choice(self.seen)
-        comment = self._choice.randbytes(16)
-        file = self._choice.choice(self._files)
+    def take(self, choice: random.Random, mark: bytes) -> bytes:
+        """mark: makes the file another one than the same choice without it."""
+        comment = choice.randbytes(16) + mark
+        file = choice.choice(self._files)
         if self._is_clip:
-            new = file + (len(comment) + 8).to_bytes(4, "big") + b"free" + comment
-        else:
-            new = file[:2] + b"\xff\xfe" + (len(comment) + 2).to_bytes(2, "big") + comment + file[2:]
-        if self._keeps:
-            self.seen.append(new)
-        return new
+            return file + (len(comment) + 8).to_bytes(4, "big") + b"free" + comment
+        return file[:2] + b"\xff\xfe" + (len(comment) + 2).to_bytes(2, "big") + comment + file[2:]
 
 
 def message(number: int, files: Sequence[bytes], words: int = 0) -> dict[str, Any]:
@@ -102,11 +94,6 @@ def message(number: int, files: Sequence[bytes], words: int = 0) -> dict[str, An
         name = f"{kind.partition('/')[0]}_url"
         parts.append({"type": name, name: {"url": data_url(file, kind)}})
     return {"role": "user", "content": parts}
-
-
-def body(number: int, files: Sequence[bytes], tokens: int, words: int = 0) -> bytes:
-    """A request of one message."""
-    return body_of([message(number, files, words)], tokens)
 
 
 def body_of(messages: Sequence[dict[str, Any]], tokens: int) -> bytes:
@@ -122,11 +109,10 @@ def body_of(messages: Sequence[dict[str, Any]], tokens: int) -> bytes:
     return json.dumps(request).encode()
 
 
-async def send(client: aiohttp.ClientSession, url: str, request: bytes) -> Timed:
+async def send(client: aiohttp.ClientSession, server: str, request: bytes) -> Timed:
     sent = time.perf_counter()
     times, failure = [], ""
-    headers = {"content-type": "application/json"}
-    async with client.post(f"{url}/v1/chat/completions", data=request, headers=headers) as response:
+    async with client.post(f"{server}/v1/chat/completions", data=request, headers=JSON) as response:
         async for line in response.content:
             if response.status != 200 or b'"error"' in line:
                 failure = failure or line.decode(errors="replace")[:300]

@@ -1,61 +1,189 @@
-"""The language-model servers that ``epd.py`` compares, and the encoders beside them.
+"""The peers that ``epd.py`` compares: language-model servers, encoders, and where both run.
 
-Owns their commands, as documented, with what a CPU or a shared GPU needs in addition. The servers start one
-after the other, because each takes a share of the free memory.
+Owns placements, their commands as documented, with what a CPU or a shared GPU needs in addition, and what the
+processes have used. All processes of a group of peers are up at the same time. A peer that cannot run is left
+out with the reason.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import os
 import re
+import shutil
+import signal
+import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
 
 from bench.harness import sglang, vllm
+from bench.harness.children import CLOCK_TICKS_PER_S, Child, counters_of, visible_gpu
 from bench.harness.ports import free_port
 from bench.harness.processes import Process, answers
 
-TOWER, ENCODER = "its own tower", "rows from the encoder"
-GRAPHS = "its own tower in its graphs"
-OWN_SPLIT, PROTOCOL = "its own encoder", "the encoder by its protocol"
 START_S = 600
 WAYS = re.compile(
     r"rows come by .*|Using CUDA \w+ for multimodal features|'mm_feature_transport': '\w+'"
     r"|MmItemMemoryPool has no .*"
 )
 """What the servers' logs say of how rows come; SGLang's pool in device memory was full at least once."""
-SERVERS = {"vllm": (TOWER, GRAPHS, ENCODER), "sglang": (TOWER, OWN_SPLIT, PROTOCOL, ENCODER)}
+OURS, SPLIT = "this service", "the engine's own"
+GRAPHS, PROTOCOL = "encoder graphs", "by SGLang's protocol"
+NO_SPLIT = (
+    "vLLM 0.33's ECCPUConnector and ECMooncakeConnector need its V2 model runner, which needs Triton: on a"
+    " CPU the first does not start, and with the second no request gets its rows. Not tried on a GPU"
+)
+"""Why vLLM's own split is no peer."""
+MPS = "nvidia-cuda-mps-control"
+WHOLE_GPU = 100
+SERVER_GIB, ENCODER_GIB = 22, 8
+"""Memory of a server beside its KV cache (about 8B parameters in bfloat16, activations, graphs), and of an
+encoder with its arena."""
+USABLE_SHARE = 0.92
+REASON = re.compile(r"^(?:\([^)]*\) ERROR [^\]]*\] )?([\w.]*(?:Error|Exception)\b.*)$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class EncoderAt:
+    """An encoder. mps: the percentage of the GPU's threads that it may use under MPS; 0 without MPS."""
+
+    gpu: int
+    program: str = OURS
+    mps: int = 0
+
+
+@dataclass(frozen=True)
+class ServerAt:
+    """A language-model server: one rank on each of the GPUs. encoder: None for its own tower. Under MPS if
+    its encoder is."""
+
+    gpus: tuple[int, ...]
+    encoder: EncoderAt | None = None
+    option: str = ""
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Servers that take requests in turns. others: further servers whose images a generator sends to the
+    encoder while these are measured."""
+
+    servers: tuple[ServerAt, ...]
+    others: int = 0
+
+
+def parts_of(peers: Iterable[Peer]) -> tuple[list[ServerAt], list[EncoderAt]]:
+    """Their servers and encoders, each once."""
+    servers = list(dict.fromkeys(server for peer in peers for server in peer.servers))
+    return servers, list(dict.fromkeys(server.encoder for server in servers if server.encoder))
+
+
+def peers_of(engine: str, num_gpus: int) -> dict[str, Peer]:
+    """All that so many GPUs can hold, by name; bench/README.md describes them."""
+    every, last = range(num_gpus), num_gpus - 1
+    rest = range(max(1, last))
+
+    def pairs(mps: int = 0) -> Peer:
+        return Peer(tuple(ServerAt((gpu,), EncoderAt(gpu, mps=mps)) for gpu in every))
+
+    found = {
+        "tower": Peer(tuple(ServerAt((gpu,)) for gpu in every)),
+        "graphs": Peer(tuple(ServerAt((gpu,), option=GRAPHS) for gpu in every)),
+        "beside": pairs(),
+        "mps": pairs(WHOLE_GPU),
+    }
+    if engine == "sglang":
+        protocol = (ServerAt((gpu,), EncoderAt(last), PROTOCOL) for gpu in rest)
+        found["protocol"] = Peer(tuple(protocol))
+        found["split"] = Peer(tuple(ServerAt((gpu,), EncoderAt(last, SPLIT)) for gpu in rest))
+    if num_gpus > 1:
+        found["tp"] = Peer((ServerAt(tuple(every), option=GRAPHS),))
+        found["one beside all"] = Peer(tuple(ServerAt((gpu,), EncoderAt(0)) for gpu in every))
+        found["apart"] = Peer(tuple(ServerAt((gpu,), EncoderAt(last)) for gpu in rest))
+    if num_gpus == 2:
+        found["apart, for three"] = replace(found["apart"], others=2)
+    return found
+
+
+def default_groups(engine: str, device: str, num_gpus: int) -> list[list[str]]:
+    """The most informative together and first; a GPU has the memory for three servers at a time."""
+    if device == "cpu":
+        return [["tower", "beside"]] if engine == "vllm" else [["tower", "split", "protocol", "beside"]]
+    if engine == "sglang":
+        return [["tower", "graphs", "beside"], ["split", "protocol"]]
+    return {
+        1: [["graphs", "beside", "mps"], ["tower"]],
+        2: [
+            ["graphs", "beside", "apart", "apart, for three", "one beside all"],
+            ["tower", "mps", "tp"],
+        ],
+    }.get(num_gpus, [["graphs", "apart", "mps"]])
+
+
+class CannotRun(Exception):
+    """A process of a peer does not run here."""
+
+
+def reason_of(error: BaseException) -> str:
+    """One line of a failed start, from the process's log if it has an exception."""
+    text = str(error)
+    found = REASON.search(text)
+    if found is None:
+        return text.partition("\n")[0]
+    # pydantic's next line says which.
+    more = text[found.end() :].strip().partition("\n")[0] if "validation error" in found[1] else ""
+    return f"{found[1]} {more.strip()}".strip()
 
 
 @dataclass
-class Servers:
-    """urls: of the servers, by name. encoder_start_s: times until the encoder was ready; the second start, on
-    a GPU, had the kernel choices and compiled kernels of the first. logs: by URL."""
+class Running:
+    """A peer that is up. servers: URLs; counters: where its encoders have theirs; others: what sends the
+    images of ``num_others`` further servers."""
 
-    urls: dict[str, str] = field(default_factory=dict)
-    encoder_start_s: list[float] = field(default_factory=list)
-    logs: dict[str, Path] = field(default_factory=dict)
+    servers: list[str] = field(default_factory=list)
+    processes: list[Process] = field(default_factory=list)
+    counters: list[str] = field(default_factory=list)
+    others: Child | None = None
+    num_others: int = 0
 
-    def rows_come_by(self) -> dict[str, list[str]]:
-        """By server, as its log says it; each change."""
-        texts = {
-            server: self.logs[url].read_text(errors="replace")
-            for server, url in self.urls.items()
-            if url in self.logs
-        }
-        return {
-            server: [way for way, _ in itertools.groupby(WAYS.findall(text))]
-            for server, text in texts.items()
-        }
+    def used(self) -> tuple[Mapping[str, float], Mapping[str, float]]:
+        """So far: CPU seconds by program of the language-model servers, and the encoders' counters."""
+        counters: dict[str, float] = {}
+        for admin in self.counters:
+            for name, value in counters_of(httpx.get(f"http://{admin}/metrics", timeout=10).text).items():
+                counters[name] = counters.get(name, 0.0) + value
+        return cpu_seconds({process.pid for process in self.processes}), counters
+
+    def rows_come_by(self) -> list[str]:
+        """As the servers' logs say it; each change."""
+        texts = (process.log.read_text(errors="replace") for process in self.processes)
+        return [way for text in texts for way, _ in itertools.groupby(WAYS.findall(text))]
 
 
-Start = Callable[[list[str], dict[str, str], str], None]
-"""Starts a process of these arguments and environment, and waits for /health at this URL."""
+def cpu_seconds(sessions: set[int]) -> dict[str, float]:
+    """Of the processes of these sessions, by program; the leader is the API server."""
+    found: dict[str, float] = defaultdict(float)
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, IndexError):  # it has just ended
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            if int(fields[3]) in sessions:
+                # Such as VLLM::Worker_TP1; what has no title does nothing.
+                _, colons, title = (folder / "cmdline").read_text().partition("\0")[0].rpartition("::")
+                name = title.partition("_")[0] if colons else ""
+                if int(folder.name) in sessions:
+                    name = "API server"
+                found[name] += (int(fields[11]) + int(fields[12])) / CLOCK_TICKS_PER_S
+    return {name: seconds for name, seconds in found.items() if name}
 
 
 def engine_arguments(arguments: argparse.Namespace) -> list[str]:
@@ -68,7 +196,8 @@ def engine_arguments(arguments: argparse.Namespace) -> list[str]:
             common += ["--max-num-batched-tokens", "512", "--enforce-eager"]
         else:
             common += ["--dtype", "bfloat16", "--max-model-len", "16384", "--max-num-batched-tokens", "8192"]
-            common += ["--load-format", "dummy", "--gpu-memory-utilization", "0.28"]
+            # With a KV cache of a given size, the share is only what has to be free at the start.
+            common += ["--load-format", "dummy", "--gpu-memory-utilization", "0.1"]
     elif on_cpu:
         common = [*sglang.CPU, *sglang.LANGUAGE_MODEL]
     else:
@@ -78,82 +207,238 @@ def engine_arguments(arguments: argparse.Namespace) -> list[str]:
     return [*common, *arguments.engine_arguments.split()]
 
 
-@contextmanager
-def serving(arguments: argparse.Namespace, checkpoint: Path, folder: Path) -> Iterator[Servers]:
-    """Runs all servers and encoders."""
-    with ExitStack() as stack:
-        logs: dict[str, Path] = {}
-
-        def start(run: list[str], environment: dict[str, str], url: str) -> None:
-            logs[url] = folder / f"server-{len(logs)}.log"
-            process = Process(run, logs[url], environment)
-            stack.callback(process.stop)
-            process.wait_for(lambda: answers(f"{url}/health"), f"the server at {url}", START_S)
-
-        start_all = vllm_servers if arguments.engine == "vllm" else sglang_servers
-        servers = start_all(arguments, checkpoint, folder, stack, start)
-        servers.logs = logs
-        yield servers
+def kv_gib(peers: Iterable[Peer]) -> float:
+    """Of each server on each of its GPUs: what the fullest GPU has left for each of its servers."""
+    servers, encoders = parts_of(peers)
+    left = []
+    for gpu in {gpu for server in servers for gpu in server.gpus}:
+        own = sum(gpu in server.gpus for server in servers)
+        beside = sum(encoder.gpu == gpu for encoder in encoders)
+        usable = torch.cuda.get_device_properties(gpu).total_memory / (1 << 30) * USABLE_SHARE
+        left.append((usable - beside * ENCODER_GIB) / own - SERVER_GIB)
+    return round(min(left), 1)
 
 
-def vllm_servers(
-    arguments: argparse.Namespace, checkpoint: Path, folder: Path, stack: ExitStack, start: Start
-) -> Servers:
-    on_cpu = arguments.device == "cpu"
-    environment = vllm.VLLM_ENVIRONMENT if on_cpu else {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    dtype = "float32" if on_cpu else "bfloat16"
-    os.environ["VE_CHOICES_DIR"] = str(folder / "choices")
-    encoder = vllm.Encoder(checkpoint, dtype, folder, device=arguments.encoder_device)
-    stack.push(encoder)
-    servers = Servers(dict(arguments.running))
-    for _ in range(0 if ENCODER in servers.urls else 1 if on_cpu else 2):
-        encoder.stop()
+class Group:
+    """Starts the processes of some peers. servers: those that are up; failures: why others are not."""
+
+    def __init__(
+        self, arguments: argparse.Namespace, peers: Mapping[str, Peer], checkpoint: Path, folder: Path
+    ) -> None:
+        self.arguments, self.peers, self.checkpoint, self.folder = arguments, peers, checkpoint, folder
+        self.on_cpu = arguments.device == "cpu"
+        self.stack = ExitStack()
+        self.wanted, self.wanted_encoders = parts_of(peers.values())
+        self.encoders: dict[EncoderAt, Any] = {}
+        self.splits: dict[EncoderAt, str] = {}
+        self.processes: dict[ServerAt | EncoderAt, Process] = {}
+        self.servers: dict[ServerAt, str] = {}
+        self.failures: dict[ServerAt | EncoderAt, str] = {}
+        self.encoder_start_s: list[float] = []
+        self._mps: dict[str, str] = {}
+        self._numbers = itertools.count()
+
+    def start(self) -> dict[str, Running]:
+        """The first encoder alone, because it measures kernels; then all others at once, as far as there are
+        cores. SGLang's servers start one after the other: each takes a share of what is free."""
+        encoders = sorted(self.wanted_encoders, key=lambda encoder: encoder.program == SPLIT)
+        if any(encoder.mps for encoder in encoders):
+            self._start_mps()
+        for encoder in encoders[:1]:
+            self._try(self._start_encoder, encoder)
+        num_threads = max(1, len(os.sched_getaffinity(0)) // 2) if self.arguments.engine == "vllm" else 1
+        with ThreadPoolExecutor(num_threads) as pool:
+            # Encoders are first in the queue, so that none waits for a thread that a server has.
+            starts = {part: pool.submit(self._try, self._start_encoder, part) for part in encoders[1:]}
+
+            def start_server(server: ServerAt) -> None:
+                encoder = server.encoder
+                if encoder in starts and (encoder.program == SPLIT or self.on_cpu):
+                    starts[encoder].result()
+                self._start_server(server)
+
+            servers = [pool.submit(self._try, start_server, server) for server in self.wanted]
+        for future in (*starts.values(), *servers):
+            future.result()
+        running = {name: self._running(peer) for name, peer in self.peers.items() if not self.why_not(peer)}
+        # All end at the same time; each is waited for afterwards.
+        for process in self.processes.values():
+            self.stack.callback(process.send_signal, signal.SIGTERM)
+        return running
+
+    def why_not(self, peer: Peer) -> str:
+        parts = [part for server in peer.servers for part in (server.encoder, server)]
+        return next((self.failures[part] for part in parts if part in self.failures), "")
+
+    def _try(self, start: Callable[[Any], None], part: Any) -> None:
+        try:
+            start(part)
+        except (AssertionError, CannotRun, OSError) as error:
+            self.failures[part] = reason_of(error)
+
+    def _running(self, peer: Peer) -> Running:
+        encoders = dict.fromkeys(server.encoder for server in peer.servers if server.encoder)
+        running = Running([self.servers[server] for server in peer.servers])
+        running.processes = [
+            self.processes[part] for part in (*peer.servers, *encoders) if part in self.processes
+        ]
+        running.counters = [self.encoders[encoder].admin for encoder in encoders if encoder in self.encoders]
+        if peer.others:
+            (encoder,) = encoders
+            gpu = None if self.on_cpu else encoder.gpu
+            running.others = self.stack.enter_context(Child("bench.epd_images", "images", gpu=gpu))
+            running.num_others = peer.others
+            running.others.ask("connect", target=self.encoders[encoder].target, on_gpu=not self.on_cpu)
+        return running
+
+    # -- encoders ------------------------------------------------------------------------------------------
+
+    def _start_encoder(self, at: EncoderAt) -> None:
+        if at.program == SPLIT:
+            self._start_sglang_split(at)
+            return
+        folder = self._folder("encoder")
+        device = "cpu" if self.on_cpu else f"cuda:{at.gpu}"
+        dtype = "float32" if self.on_cpu else "bfloat16"
+        variables = dict(self._mps_variables(at))
+        if 0 < at.mps < WHOLE_GPU:
+            variables["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = str(at.mps)
+        encoder: Any
+        if self.arguments.engine == "vllm":
+            encoder = vllm.Encoder(self.checkpoint, dtype, folder, device=device, variables=variables)
+        else:
+            broker = folder / "broker.sock"
+            encoder = sglang.Encoder(
+                self.checkpoint, folder, broker, device=device, dtype=dtype, variables=variables
+            )
         begun = time.perf_counter()
-        encoder.start()
-        servers.encoder_start_s.append(time.perf_counter() - begun)
-    for server in SERVERS["vllm"]:
-        if server in servers.urls or (server == GRAPHS and on_cpu):
-            continue
+        # Known before it is ready, so that servers start at the same time.
+        self.encoders[at] = encoder
+        self.stack.enter_context(encoder)
+        self.encoder_start_s.append(time.perf_counter() - begun)
+
+    def _start_mps(self) -> None:
+        program = shutil.which(MPS)
+        if self.on_cpu or program is None:
+            return
+        folder = self._folder("mps")
+        self._mps = dict.fromkeys(("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY"), str(folder))
+        environment = os.environ | self._mps
+        subprocess.run([program, "-d"], env=environment, check=True)
+
+        def stop() -> None:
+            subprocess.run([program], input=b"quit\n", env=environment, check=False)
+
+        self.stack.callback(stop)
+
+    def _mps_variables(self, at: EncoderAt | None) -> dict[str, str]:
+        """Of the processes that share a GPU by MPS. Raises CannotRun."""
+        if at is None or not at.mps:
+            return {}
+        if not self._mps:
+            raise CannotRun("MPS needs a GPU" if self.on_cpu else f"{MPS} is not on PATH")
+        return self._mps
+
+    def _start_sglang_split(self, at: EncoderAt) -> None:
+        """Its cache of rows is off by default."""
         port = free_port()
-        replaced = {"MODEL": str(checkpoint), "8000": str(port), "127.0.0.1:50051": encoder.target}
+        url = f"http://127.0.0.1:{port}"
+        own = ["--encoder-only", "--encoder-transfer-backend", "zmq_to_tokenizer", "--enable-prefix-mm-cache"]
+        self._launch(at, [*self._sglang_command(port), *own], {}, (at.gpu,), url)
+        self.splits[at] = url
+
+    # -- servers -------------------------------------------------------------------------------------------
+
+    def _start_server(self, at: ServerAt) -> None:
+        make = self._vllm_server if self.arguments.engine == "vllm" else self._sglang_server
+        port = free_port()
+        run, variables = make(at, port)
+        self.servers[at] = f"http://127.0.0.1:{port}"
+        self._launch(at, run, variables | self._mps_variables(at.encoder), at.gpus, self.servers[at])
+
+    def _vllm_server(self, at: ServerAt, port: int) -> tuple[list[str], dict[str, str]]:
+        target = self._encoder(at).target if at.encoder else "127.0.0.1:50051"
+        replaced = {"MODEL": str(self.checkpoint), "8000": str(port), "127.0.0.1:50051": target}
         command = vllm.documented("vllm serve", replaced)
-        if server != ENCODER:
+        if not at.encoder:
             command = command[: command.index("--ec-transfer-config")]
-        if server == GRAPHS:
+        if at.option == GRAPHS and not self.on_cpu:
             command += ["--compilation-config", '{"cudagraph_mm_encoder": true}']
-        run = ["-m", "vllm.entrypoints.cli.main", *command[1:], *engine_arguments(arguments)]
-        servers.urls[server] = f"http://127.0.0.1:{port}"
-        start(run, environment, servers.urls[server])
-    return servers
+        if len(at.gpus) > 1:
+            command += ["--tensor-parallel-size", str(len(at.gpus))]
+        if self.arguments.kv_gib:
+            command += ["--kv-cache-memory-bytes", str(int(self.arguments.kv_gib * (1 << 30)))]
+        return ["-m", "vllm.entrypoints.cli.main", *command[1:], *engine_arguments(self.arguments)], {}
+
+    def _sglang_server(self, at: ServerAt, port: int) -> tuple[list[str], dict[str, str]]:
+        run, variables = self._sglang_command(port), {}
+        if at.option == GRAPHS:
+            variables["SGLANG_VIT_ENABLE_CUDA_GRAPH"] = "1"
+        if len(at.gpus) > 1:
+            run += ["--tp-size", str(len(at.gpus))]
+        if at.encoder is not None and at.encoder.program == SPLIT:
+            run += sglang.protocol_arguments(self._split(at))
+        elif at.encoder is not None and at.option == PROTOCOL:
+            run += sglang.protocol_arguments(self._encoder(at).sglang_url)
+        elif at.encoder is not None:
+            variables |= sglang.plugin_variables(self._encoder(at).target)
+        return run, variables
+
+    def _sglang_command(self, port: int) -> list[str]:
+        model = ["serve", "--model-path", str(self.checkpoint), "--port", str(port)]
+        return [*sglang.PROGRAM, *model, *engine_arguments(self.arguments)]
+
+    def _encoder(self, at: ServerAt) -> Any:
+        while at.encoder not in self.encoders:
+            if at.encoder in self.failures:
+                raise CannotRun(self.failures[at.encoder])
+            time.sleep(0.1)
+        return self.encoders[at.encoder]
+
+    def _split(self, at: ServerAt) -> str:
+        if at.encoder not in self.splits:
+            raise CannotRun(self.failures[at.encoder])  # type: ignore[index]
+        return self.splits[at.encoder]
+
+    # -- processes -----------------------------------------------------------------------------------------
+
+    def _launch(
+        self,
+        at: ServerAt | EncoderAt,
+        run: list[str],
+        variables: Mapping[str, str],
+        gpus: tuple[int, ...],
+        url: str,
+    ) -> None:
+        """Starts a server and waits until it answers at /health."""
+        if self.on_cpu and self.arguments.engine == "sglang":
+            environment = sglang.ENVIRONMENT | sglang.FORKED
+        else:
+            environment = vllm.VLLM_ENVIRONMENT if self.on_cpu else vllm.GPU_ENVIRONMENT
+        if not self.on_cpu:
+            visible = ",".join(visible_gpu(gpu) for gpu in gpus)
+            environment = environment | {"CUDA_VISIBLE_DEVICES": visible}
+        process = Process(run, self._folder("server") / "log", environment | dict(variables))
+        self.stack.callback(process.stop)
+        try:
+            process.wait_for(lambda: answers(f"{url}/health"), f"the server at {url}", START_S)
+        except AssertionError as error:
+            # What failed first is above the end of the log.
+            raise AssertionError(f"{process.tail(1 << 20)}\n{error}") from None
+        self.processes[at] = process
+
+    def _folder(self, name: str) -> Path:
+        folder = self.folder / f"{name}-{next(self._numbers)}"
+        folder.mkdir(parents=True)
+        return folder
 
 
-def sglang_servers(
-    arguments: argparse.Namespace, checkpoint: Path, folder: Path, stack: ExitStack, start: Start
-) -> Servers:
-    """Its own encoder runs in a process of its own, as ours does."""
-    environment = {"HF_HUB_OFFLINE": "1"}
-    dtype = "bfloat16"
-    if arguments.device == "cpu":
-        environment, dtype = sglang.ENVIRONMENT | sglang.FORKED, "float32"
-    encoder = stack.enter_context(
-        sglang.Encoder(
-            checkpoint, folder, Path(folder, "broker.sock"), device=arguments.encoder_device, dtype=dtype
-        )
-    )
-
-    def launch(server: str, more: list[str], variables: dict[str, str]) -> None:
-        port = free_port()
-        servers.urls[server] = f"http://127.0.0.1:{port}"
-        run = [*sglang.PROGRAM, "serve", "--model-path", str(checkpoint), "--port", str(port)]
-        start([*run, *engine_arguments(arguments), *more], environment | variables, servers.urls[server])
-
-    servers = Servers()
-    launch(TOWER, [], {})
-    # Its cache of rows is off by default.
-    own = ["--encoder-only", "--encoder-transfer-backend", "zmq_to_tokenizer", "--enable-prefix-mm-cache"]
-    launch("", own, {})
-    own_encoder = servers.urls.pop("")
-    for server, url in ((OWN_SPLIT, own_encoder), (PROTOCOL, encoder.sglang_url)):
-        launch(server, sglang.protocol_arguments(url), {})
-    launch(ENCODER, [], sglang.plugin_variables(encoder.target))
-    return servers
+@contextmanager
+def started(
+    arguments: argparse.Namespace, peers: Mapping[str, Peer], checkpoint: Path, folder: Path
+) -> Iterator[tuple[Group, dict[str, Running]]]:
+    """The peers that run here, by name, in the order of ``peers``."""
+    os.environ.setdefault("VE_CHOICES_DIR", str(folder / "choices"))
+    group = Group(arguments, peers, checkpoint, folder)
+    with group.stack:
+        yield group, group.start()

@@ -276,7 +276,7 @@ def output_of(*command: str) -> str:
         return ""
 
 
-def write_result(folder: Path, bench: str, result: Mapping[str, Any]) -> Path:
+def write_result(folder: Path, bench: str, result: dict[str, Any]) -> Path:
     """Writes a result as in ``ResultFile``. Returns the path."""
     return ResultFile(folder, bench, result).path
 
@@ -289,11 +289,11 @@ class ResultFile:
     overwritten.
     """
 
-    def __init__(self, folder: Path, bench: str, result: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path, bench: str, result: dict[str, Any]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         device = re.sub(r"[^a-z0-9]+", "-", str(result["device"]).lower()).strip("-")
         stem = f"{bench}-{device}-{str(result['date'])[:10]}"
-        self._result = result
+        self.result = result
         number = 1
         while True:
             self.path = folder / (f"{stem}.json" if number == 1 else f"{stem}-{number}.json")
@@ -308,7 +308,7 @@ class ResultFile:
     def write(self) -> None:
         """Writes the current result and renames it into place, so that readers never see a partial file."""
         partial = self.path.with_suffix(".partial")
-        partial.write_text(json.dumps(self._result, indent=2) + "\n", encoding="utf-8")
+        partial.write_text(json.dumps(self.result, indent=2) + "\n", encoding="utf-8")
         partial.replace(self.path)
 
 

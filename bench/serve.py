@@ -65,6 +65,7 @@ COLUMNS = {
     "pad": "{padding_share:.0%}",
     "cores": "{cores:.1f}",
     "loop": "{loop_share:.0%}",
+    "turns": "{turns_per_call:.1f}",
     "misses": "{tiers[miss]:.0%}",
     "failures": "{failures}",
 }
@@ -232,7 +233,13 @@ class Run(TimedRun):
         if self.gpu is not None:
             settings["device_arena_bytes"] = 16 * GIB
         service = self.stack.enter_context(
-            ServiceProcess(settings, self.folder / "service.log", gpu=self.gpu, start_s=START_LIMIT_S)
+            ServiceProcess(
+                settings,
+                self.folder / "service.log",
+                gpu=self.gpu,
+                start_s=START_LIMIT_S,
+                counts_turns=True,
+            )
         )
         for client in self.clients:
             client.send("connect", target=service.target, transport=arguments.transport)
@@ -370,6 +377,7 @@ def service_figures(before: Snapshot, after: Snapshot) -> dict[str, Any]:
 
     items, batches = grown("ve_encoded_items_total"), grown("ve_batches_total")
     patches, padded = grown("ve_encoded_patches_total"), grown("ve_padded_patches_total")
+    turns, calls = after.turns - before.turns, grown("ve_requests_total{Encode}")
     delivered = sum(grown(name) for name in after.counters if name.startswith("ve_items_total"))
     return {
         "device_busy_share": grown("ve_device_busy_seconds_total") / seconds,
@@ -382,6 +390,9 @@ def service_figures(before: Snapshot, after: Snapshot) -> dict[str, Any]:
         "loop_share": loop_cpu_s / seconds,
         "cpu_ms_per_item": cpu_s * 1e3 / delivered if delivered else None,
         "loop_ms_per_item": loop_cpu_s * 1e3 / delivered if delivered else None,
+        "turns_per_s": turns / seconds,
+        "calls_per_s": calls / seconds,
+        "turns_per_call": turns / calls if calls else None,
         "evictions": grown("ve_store_evictions_total"),
     }
 
@@ -428,7 +439,7 @@ def main() -> None:
         COLUMNS,
         "load: new images a second over the tower's own rate; good: requests a second within the bound;\n"
         "p50, p90, p99: from when a request was due; beyond: p50 of a miss beyond decode and tower;\n"
-        "cores, loop: CPU of the service, of its event loop",
+        "cores, loop: CPU of the service, of its event loop; turns: of the loop for each call",
     )
     run.print_table("Beside the tower alone", run.result["summary"], SUMMARY_COLUMNS)
     run.print_end()

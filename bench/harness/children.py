@@ -21,6 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from bench.harness.counted_service import turns_in
 from bench.harness.pods import ANSWER_S, Pod, environment
 from bench.harness.ready import ready_in
 
@@ -105,30 +106,39 @@ def serve_commands(handlers: Mapping[str, Callable[..., dict[str, Any] | None]])
 @dataclass(frozen=True)
 class Snapshot:
     """The service's state at one moment. counters: by metric name, with ``{label value}`` if it has a label;
-    cpu_s: CPU time of all threads; loop_cpu_s: of the main thread, which runs the event loop."""
+    cpu_s: CPU time of all threads; loop_cpu_s: of the main thread, which runs the event loop; turns: of the
+    event loop, if they are counted."""
 
     at_s: float
     counters: Mapping[str, float]
     cpu_s: float
     loop_cpu_s: float
+    turns: int
 
 
 class ServiceProcess:
     """``vision-encoder serve`` as a process; a context manager."""
 
     def __init__(
-        self, settings: Mapping[str, Any], log: Path, *, gpu: int | None, start_s: float = START_S
+        self,
+        settings: Mapping[str, Any],
+        log: Path,
+        *,
+        gpu: int | None,
+        start_s: float = START_S,
+        counts_turns: bool = False,
     ) -> None:
         """settings: by name. log: a file for its output. start_s: the time limit until it is ready.
-        Raises ProcessFailed."""
+        counts_turns: of the event loop, by bench.harness.counted_service. Raises ProcessFailed."""
         variables = {f"VE_{name.upper()}": str(value) for name, value in settings.items()}
         inherited = environment(visible_gpu(gpu))
         if gpu is not None:
             del inherited["OMP_NUM_THREADS"]
-        self._log = log
+        self._log, self._turns = log, log.with_suffix(".turns")
+        program = ["bench.harness.counted_service", str(self._turns)] if counts_turns else ["encoder_service"]
         with log.open("wb") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "encoder_service", "serve"],
+                [sys.executable, "-m", *program, "serve"],
                 env={**inherited, **IMAGE_MALLOC, **variables},
                 stdout=output,
                 stderr=output,
@@ -156,8 +166,9 @@ class ServiceProcess:
         cpu_s = thread_seconds(self._process.pid)
         with urllib.request.urlopen(f"http://{self.admin}/metrics", timeout=SCRAPE_S) as response:
             text = response.read().decode()
+        loop_cpu_s = cpu_s.get(self._process.pid, 0.0)
         return Snapshot(
-            time.monotonic(), counters_of(text), sum(cpu_s.values()), cpu_s.get(self._process.pid, 0.0)
+            time.monotonic(), counters_of(text), sum(cpu_s.values()), loop_cpu_s, turns_in(self._turns)
         )
 
     def close(self) -> int:
@@ -195,8 +206,8 @@ def thread_seconds(pid: int) -> dict[int, float]:
 
 
 def counters_of(text: str) -> dict[str, float]:
-    """Samples of a Prometheus exposition by name, with the first label's value in braces. Histograms only
-    give their sum and count."""
+    """Samples of a Prometheus exposition by name, with the first label's value in braces; sums over further
+    labels. Histograms only give their sum and count."""
     from prometheus_client.parser import text_string_to_metric_families
 
     found: dict[str, float] = {}
@@ -204,5 +215,6 @@ def counters_of(text: str) -> dict[str, float]:
         for sample in family.samples:
             if not sample.name.endswith(("_bucket", "_created")):
                 label = next(iter(sample.labels.values()), None)
-                found[sample.name if label is None else f"{sample.name}{{{label}}}"] = sample.value
+                name = sample.name if label is None else f"{sample.name}{{{label}}}"
+                found[name] = found.get(name, 0.0) + sample.value
     return found

@@ -63,6 +63,11 @@ class Process:
         )
 
     @property
+    def pid(self) -> int:
+        """Of the process and of its session."""
+        return self._process.pid
+
+    @property
     def is_running(self) -> bool:
         return self._process.poll() is None
 
@@ -84,6 +89,7 @@ class Process:
         self._file.close()
 
     def send_signal(self, number: int) -> None:
+        """Nothing to a process that has ended."""
         self._process.send_signal(number)
 
     def stop(self) -> None:

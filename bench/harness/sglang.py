@@ -147,12 +147,12 @@ class Encoder(Restartable):
         self.sglang_address = f"127.0.0.1:{free_port()}"
         self.sglang_url = f"http://{self.sglang_address}"
         self.broker_path = broker_path
-        self._admin = f"127.0.0.1:{free_port()}"
+        self.admin = f"127.0.0.1:{free_port()}"
         self._checkpoint = checkpoint
         self._variables = {
             **(variables or {}),
             **({"OMP_NUM_THREADS": "1"} if device == "cpu" else {}),
-            "VE_ADMIN_LISTEN": self._admin,
+            "VE_ADMIN_LISTEN": self.admin,
         }
         if registers_at is not None:
             self._variables |= {"VE_SGLANG_REGISTER": registers_at, "VE_SGLANG_URL": self.sglang_url}
@@ -175,7 +175,7 @@ class Encoder(Restartable):
 
     def metrics(self) -> dict[str, float]:
         """Values by name and labels, as they are written."""
-        text = httpx.get(f"http://{self._admin}/metrics", timeout=PATIENCE_S).text
+        text = httpx.get(f"http://{self.admin}/metrics", timeout=PATIENCE_S).text
         pairs = (line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
         return {name: float(value) for name, value in pairs}
 
@@ -202,7 +202,7 @@ class DocumentedEncoder(Encoder):
             command = documented(SERVE_PROTOCOL, self._replaced("127.0.0.1:31000", self.sglang_address))
         else:
             command = documented(SERVE_PLUGIN, self._replaced("127.0.0.1:50051", self.target))
-        self._run(command, f"http://{self._admin}/readyz")
+        self._run(command, f"http://{self.admin}/readyz")
 
 
 def protocol_arguments(encoder_urls: str, **replaced: str) -> list[str]:

@@ -56,11 +56,21 @@ DECODE = Command("VLLM_NIXL_SIDE_CHANNEL_PORT=5601 vllm serve", "8200", "5601")
 class Encoder(Restartable):
     """The service on a port that stays the same. ``with_broker`` decides at each start."""
 
-    def __init__(self, checkpoint: Path, dtype: str | None, folder: Path, *, device: str = "cpu") -> None:
-        """dtype: None runs the document's command without a further option."""
+    def __init__(
+        self,
+        checkpoint: Path,
+        dtype: str | None,
+        folder: Path,
+        *,
+        device: str = "cpu",
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
+        """dtype: None runs the document's command without a further option. variables: further ones of its
+        environment."""
         self.port = free_port()
         self.target = f"127.0.0.1:{self.port}"
-        self._admin = f"127.0.0.1:{free_port()}"
+        self.admin = f"127.0.0.1:{free_port()}"
+        self._variables = dict(variables or {})
         # A socket's name has a short limit, which pytest's folders exceed.
         self._socket_folder = tempfile.TemporaryDirectory(prefix="ve-eng-")
         self.broker_path = f"{self._socket_folder.name}/broker.sock"
@@ -82,7 +92,7 @@ class Encoder(Restartable):
             command += ["--broker-path", self.broker_path if with_broker else ""]
             if with_broker and self._device == "cpu":
                 command += ["--arena-bytes", str(64 << 20)]
-        variables = {"VE_ADMIN_LISTEN": self._admin}
+        variables = self._variables | {"VE_ADMIN_LISTEN": self.admin}
         if self._device == "cpu":
             variables["OMP_NUM_THREADS"] = "1"
         self.run(["-m", "encoder_service", *command[1:]], variables, self._is_ready, "the encoder")
@@ -112,7 +122,7 @@ class Encoder(Restartable):
         return self._total(r"item_failures_total{.*}") + self._total(r"call_failures_total{.*}")
 
     def _total(self, pattern: str) -> int:
-        text = httpx.get(f"http://{self._admin}/metrics", timeout=PATIENCE_S).text
+        text = httpx.get(f"http://{self.admin}/metrics", timeout=PATIENCE_S).text
         values = re.findall(rf"^ve_{pattern} (.*)$", text, re.MULTILINE)
         return sum(int(float(value)) for value in values)
 

@@ -11,19 +11,18 @@ from typing import Any
 from bench.harness.processes import ROOT, environment
 
 
-def check_epd(out: Path, num_servers: int, *arguments: str) -> None:
-    """One case with a load of text beside it."""
-    result = run_epd(out, "--cases", "2", *arguments)
-    assert len(result["summary"]) == num_servers
+def check_epd(out: Path, num_peers: int, *arguments: str) -> dict[str, Any]:
+    """One closed loop."""
+    result = run_epd(out, "--mixes", "4x112, 2 callers", *arguments)
+    assert len(result["summary"]) == num_peers, result["left_out"]
     for row in result["summary"]:
         assert row["num_failed"] == 0
-        assert all(
-            row[name][0] > 0 for name in ("requests_per_s", "first_token_ms p50", "between_tokens_ms p99")
-        )
+        assert all(row[name][0] > 0 for name in ("requests_per_s", "first_token_ms p50", "gaps_ms p99"))
+    return result
 
 
 def check_rates(out: Path, *arguments: str) -> None:
-    """Every mix at its rates, for two seconds."""
+    """Every mix at its rates, for two seconds, and conversations."""
     result = run_epd(out, "--rates", "--seconds", "2", *arguments)
     points = [row for row in result["summary"] if "goodput" not in row]
     assert {row["mix"] for row in points} == {"chat", "chat as text", "conversation", "clips"}
