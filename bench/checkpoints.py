@@ -17,6 +17,8 @@ import torch
 from safetensors.torch import save_file
 
 from encoder_service.checkpoints.synthetic import TensorSpec, config_for, small_files, vision_layout
+from encoder_service.checkpoints.synthetic.qwen import QWEN_LANGUAGE
+from encoder_service.checkpoints.synthetic.tensors import language_layout
 
 MEMORY_FOLDER = Path("/dev/shm")
 MEMORY_NEEDED_BYTES = 8 << 30
@@ -42,6 +44,19 @@ def random_checkpoint(family: str, size: str, seed: int, device: torch.device) -
         }
         (path / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
         yield path
+
+
+def write_language_model(folder: Path, device: torch.device) -> None:
+    """Adds Qwen3-VL's language model of the sizes in ``config.json`` to a checkpoint without one."""
+    config = json.loads((folder / "config.json").read_text())
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    generator = torch.Generator(device).manual_seed(0)
+    for spec in language_layout(config, QWEN_LANGUAGE):
+        file = f"{spec.name}.safetensors"
+        save_file({spec.name: drawn(spec, generator)}, folder / file, metadata={"format": "pt"})
+        index["weight_map"][spec.name] = file
+    path.write_text(json.dumps(index), encoding="utf-8")
 
 
 def drawn(spec: TensorSpec, generator: torch.Generator) -> torch.Tensor:

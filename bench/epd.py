@@ -2,6 +2,7 @@
 
     .venv-engines/bin/python -m bench.epd                     # a CPU: what the way through the service costs
     .venv-sglang/bin/python -m bench.epd --engine sglang
+    .venv-lmdeploy/bin/python -m bench.epd --engine lmdeploy
     python -m bench.epd --device cuda --size full --rates     # one GPU, its default peers, no closed loops
     python -m bench.epd --device cuda --size full --gpus 2 --mixes chat documents=2,5 --peers graphs apart
 
@@ -31,6 +32,7 @@ from typing import Any
 import torch
 
 from bench.charts import draw_beside
+from bench.checkpoints import write_language_model
 from bench.epd_figures import summary, tables
 from bench.epd_rates import MIXES, WARM_UP_S, Mix, Requests, Sent, measure
 from bench.epd_servers import (
@@ -46,6 +48,7 @@ from bench.epd_servers import (
 )
 from bench.harness.engine_checkpoints import write_checkpoint
 from bench.measurement import RESULTS, ResultFile, describe_environment
+from encoder_service.checkpoints.synthetic import make_checkpoint as make_random_checkpoint
 
 LM_LAYERS, LM_INTERMEDIATE = 36, 12288
 """Layers and intermediate size of a language model with about 8B parameters."""
@@ -55,7 +58,7 @@ NO_SETTINGS = ("out", "commit", "peers", "mixes")
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--engine", choices=("vllm", "sglang"), default="vllm")
+    parser.add_argument("--engine", choices=("vllm", "sglang", "lmdeploy"), default="vllm")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--size", choices=tuple(MIXES), default="small")
     parser.add_argument("--gpus", type=int, default=1, help="that each peer has")
@@ -144,17 +147,21 @@ def chosen_mixes(
 
 def make_checkpoint(arguments: argparse.Namespace, folder: Path) -> Path:
     """Qwen3-VL with random weights. With size ``full``, the language model has about 8B parameters if
-    ``lm_layers`` is not changed, and the engine generates its weights."""
-    checkpoint = write_checkpoint(folder, "qwen3_vl", size=arguments.size)
-    if arguments.size == "full":
-        path = checkpoint / "config.json"
-        config = json.loads(path.read_text())
-        text = config["text_config"]
-        text |= {"num_hidden_layers": arguments.lm_layers, "intermediate_size": LM_INTERMEDIATE}
-        if "layer_types" in text:
-            text["layer_types"] = (text["layer_types"] * LM_LAYERS)[: arguments.lm_layers]
-        path.write_text(json.dumps(config))
-    return checkpoint
+    ``lm_layers`` is not changed, and the engine generates its weights; LMDeploy cannot, so it gets files."""
+    if arguments.size != "full":
+        return write_checkpoint(folder, "qwen3_vl", size=arguments.size)
+    makes_weights = arguments.engine != "lmdeploy"
+    make_random_checkpoint(folder, "qwen3_vl", arguments.size, seed=3, with_lm=makes_weights)
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    text = config["text_config"]
+    text |= {"num_hidden_layers": arguments.lm_layers, "intermediate_size": LM_INTERMEDIATE}
+    if "layer_types" in text:
+        text["layer_types"] = (text["layer_types"] * LM_LAYERS)[: arguments.lm_layers]
+    path.write_text(json.dumps(config))
+    if not makes_weights:
+        write_language_model(folder, torch.device(arguments.device))
+    return folder
 
 
 # Loads ----------------------------------------------------------------------------------------------------
@@ -191,7 +198,7 @@ class Load:
         mix = self.arguments.mixes[name]
         if mix.as_text and peer != next(iter(self.running)):
             return False
-        if mix.clip_s and self.arguments.engine == "sglang":
+        if mix.clip_s and self.arguments.engine != "vllm":
             self.left_out[f"{peer}, {name}"] = "clips are compared with vLLM alone"
             return False
         if self.running[peer].others and (mix.users or mix.clip_s or mix.as_text):

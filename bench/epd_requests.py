@@ -9,6 +9,7 @@ import io
 import itertools
 import json
 import random
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ NUM_PICTURES, NUM_CLIPS = 8, 2
 """Number of different pictures or clips of a size. New ones are copies with another comment."""
 CLIP_FPS = 24
 JSON = {"content-type": "application/json"}
+ROLE_ALONE = re.compile(rb'"role": ?"assistant", ?"content": ?""')
+"""The beginning of an answer, before its first token."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +119,7 @@ async def send(client: aiohttp.ClientSession, server: str, request: bytes) -> Ti
         async for line in response.content:
             if response.status != 200 or b'"error"' in line:
                 failure = failure or line.decode(errors="replace")[:300]
-            elif b'"finish_reason"' in line and b'"role"' not in line:
+            elif b'"finish_reason"' in line and not ROLE_ALONE.search(line):
                 times.append(time.perf_counter())
     ended = time.perf_counter()
     first_ms = (times[0] - sent) * 1e3 if times else 0.0

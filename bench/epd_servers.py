@@ -27,7 +27,7 @@ from typing import Any
 import httpx
 import torch
 
-from bench.harness import sglang, vllm
+from bench.harness import lmdeploy, sglang, vllm
 from bench.harness.children import CLOCK_TICKS_PER_S, Child, counters_of, visible_gpu
 from bench.harness.ports import free_port
 from bench.harness.processes import Process, answers
@@ -102,6 +102,9 @@ def peers_of(engine: str, num_gpus: int) -> dict[str, Peer]:
         "beside": pairs(),
         "mps": pairs(WHOLE_GPU),
     }
+    if engine == "lmdeploy":  # its tower has no graphs of its own
+        del found["graphs"]
+        return found
     if engine == "sglang":
         protocol = (ServerAt((gpu,), EncoderAt(last), PROTOCOL) for gpu in rest)
         found["protocol"] = Peer(tuple(protocol))
@@ -118,7 +121,9 @@ def peers_of(engine: str, num_gpus: int) -> dict[str, Peer]:
 def default_groups(engine: str, device: str, num_gpus: int) -> list[list[str]]:
     """The most informative together and first; a GPU has the memory for three servers at a time."""
     if device == "cpu":
-        return [["tower", "beside"]] if engine == "vllm" else [["tower", "split", "protocol", "beside"]]
+        return [["tower", "split", "protocol", "beside"]] if engine == "sglang" else [["tower", "beside"]]
+    if engine == "lmdeploy":
+        return [["tower", "beside", "mps"]]
     if engine == "sglang":
         return [["tower", "graphs", "beside"], ["split", "protocol"]]
     return {
@@ -198,6 +203,13 @@ def engine_arguments(arguments: argparse.Namespace) -> list[str]:
             common += ["--dtype", "bfloat16", "--max-model-len", "16384", "--max-num-batched-tokens", "8192"]
             # With a KV cache of a given size, the share is only what has to be free at the start.
             common += ["--load-format", "dummy", "--gpu-memory-utilization", "0.1"]
+    elif arguments.engine == "lmdeploy":
+        common = (
+            [*lmdeploy.SERVING, *lmdeploy.SMALL] if on_cpu else [*lmdeploy.SERVING, "--dtype", "bfloat16"]
+        )
+        if not on_cpu:
+            # Of what is free at a server's start; three share a GPU, one after the other.
+            common += ["--session-len", "16384", "--cache-max-entry-count", "0.3"]
     elif on_cpu:
         common = [*sglang.CPU, *sglang.LANGUAGE_MODEL]
     else:
@@ -240,7 +252,7 @@ class Group:
 
     def start(self) -> dict[str, Running]:
         """The first encoder alone, because it measures kernels; then all others at once, as far as there are
-        cores. SGLang's servers start one after the other: each takes a share of what is free."""
+        cores. Only vLLM's servers: each of the others takes a share of what is free."""
         encoders = sorted(self.wanted_encoders, key=lambda encoder: encoder.program == SPLIT)
         if any(encoder.mps for encoder in encoders):
             self._start_mps()
@@ -304,7 +316,7 @@ class Group:
         if 0 < at.mps < WHOLE_GPU:
             variables["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = str(at.mps)
         encoder: Any
-        if self.arguments.engine == "vllm":
+        if self.arguments.engine != "sglang":
             encoder = vllm.Encoder(self.checkpoint, dtype, folder, device=device, variables=variables)
         else:
             broker = folder / "broker.sock"
@@ -350,7 +362,9 @@ class Group:
     # -- servers -------------------------------------------------------------------------------------------
 
     def _start_server(self, at: ServerAt) -> None:
-        make = self._vllm_server if self.arguments.engine == "vllm" else self._sglang_server
+        make = {"vllm": self._vllm_server, "sglang": self._sglang_server, "lmdeploy": self._lmdeploy_server}[
+            self.arguments.engine
+        ]
         port = free_port()
         run, variables = make(at, port)
         self.servers[at] = f"http://127.0.0.1:{port}"
@@ -384,6 +398,11 @@ class Group:
             variables |= sglang.plugin_variables(self._encoder(at).target)
         return run, variables
 
+    def _lmdeploy_server(self, at: ServerAt, port: int) -> tuple[list[str], dict[str, str]]:
+        target = self._encoder(at).target if at.encoder else None
+        run, variables = lmdeploy.command(self.checkpoint, port, target)
+        return [*run, *engine_arguments(self.arguments)], variables
+
     def _sglang_command(self, port: int) -> list[str]:
         model = ["serve", "--model-path", str(self.checkpoint), "--port", str(port)]
         return [*sglang.PROGRAM, *model, *engine_arguments(self.arguments)]
@@ -413,6 +432,8 @@ class Group:
         """Starts a server and waits until it answers at /health."""
         if self.on_cpu and self.arguments.engine == "sglang":
             environment = sglang.ENVIRONMENT | sglang.FORKED
+        elif self.on_cpu and self.arguments.engine == "lmdeploy":
+            environment = lmdeploy.ENVIRONMENT | lmdeploy.FLOAT32
         else:
             environment = vllm.VLLM_ENVIRONMENT if self.on_cpu else vllm.GPU_ENVIRONMENT
         if not self.on_cpu:

@@ -28,6 +28,19 @@ FLOAT32 = {"LMDEPLOY_ON_CPU_FLOAT32": "1"}
 documented = functools.partial(documented_in, DOCUMENT)
 
 
+def command(
+    checkpoint: Path, port: int, target: str | None, **settings: Any
+) -> tuple[list[str], dict[str, str]]:
+    """(arguments of Python, variables): with rows from an encoder, or, without ``target``, as it comes.
+    settings: further ones of the plugin."""
+    replaced = {"MODEL": str(checkpoint), "23333": str(port), "127.0.0.1:50051": str(target)}
+    variable, _, *program = documented(BEGINNING, replaced)
+    if target is None:
+        return ["-m", "lmdeploy", "serve", *program[2:]], {}
+    name, value = variable.split("=", 1)
+    return program, {name: json.dumps(json.loads(value) | settings)}
+
+
 class Lmdeploy:
     """`lmdeploy serve api_server` of a checkpoint, on a port of its own: with rows from an encoder, or,
     without ``target``, as it comes."""
@@ -44,13 +57,7 @@ class Lmdeploy:
         """settings: further ones of the plugin."""
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        replaced = {"MODEL": str(checkpoint), "23333": str(self.port), "127.0.0.1:50051": str(target)}
-        words = documented(BEGINNING, replaced)
-        name, value = words.pop(0).split("=", 1)
-        variables = {name: json.dumps(json.loads(value) | settings)}
-        program = words[1:]
-        if target is None:
-            program = ["-m", "lmdeploy", "serve", *program[2:]]
+        program, variables = command(checkpoint, self.port, target, **settings)
         self._process = Process(
             [*program, *arguments], folder / "lmdeploy.log", ENVIRONMENT | variables | dict(environment)
         )

@@ -143,11 +143,12 @@ def set_tower(
     }
 
 
+QWEN_LANGUAGE = LanguageTensors("model.language_model", "lm_head")
 QWEN3_VL = SyntheticFamily(
     set_sizes=set_qwen3_vl,
     settings="qwen",
     tokens=QWEN_TOKENS,
-    language=LanguageTensors("model.language_model", "lm_head"),
+    language=QWEN_LANGUAGE,
     template_in_json=True,
 )
 QWEN3_5 = SyntheticFamily(
@@ -168,7 +169,7 @@ INTERNS1_PRO = SyntheticFamily(
     set_sizes=set_interns1_pro,
     settings="qwen",
     tokens=QWEN_TOKENS,
-    language=LanguageTensors("model.language_model", "lm_head"),
+    language=QWEN_LANGUAGE,
 )
 INTERN_S2_PREVIEW = SyntheticFamily(
     set_sizes=set_intern_s2_preview,
