@@ -162,6 +162,7 @@ def test_p33_what_a_client_may_not_send(server: Lmdeploy, images: list[bytes]) -
     rejected(server.generate(TEXT, images[:1]), 400, "placeholders")
     # In a batch with an image its placeholder would get a row of that image.
     rejected(server.generate(ONE, []), 400, "1 image placeholders and no image")
+    rejected(server.post("/get_ppl", {"input": ONE}), 400, "1 image placeholders and no image")
     for name in ("mm_processor_kwargs", "media_io_kwargs"):
         fields = {name: {"image": {"max_pixels": 10000}}}
         rejected(server.generate(ONE, images[:1], **fields), 400, name)

@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,7 +36,10 @@ from lm_adapter.engines.shared.prompt import ImagePrompt
 from lm_adapter.engines.shared.rows import RowReader
 from lm_adapter.errors import EncoderError, InvalidRequest, ItemFailed
 from lm_adapter.items import Grid
+from lm_adapter.types import EncodedRows
 
+NUM_THREADS = 4
+"""Of those that read files and copy rows. LMDeploy's own threads may all wait for downloads."""
 CODES = {400: ErrorCode.INVALID_REQUEST, 503: ErrorCode.ENGINE_UNAVAILABLE}
 """LMDeploy's code for a status; it decides what kind of error a client sees."""
 
@@ -82,7 +86,8 @@ class RowEncoder(ImageEncoder):  # type: ignore[misc]
         dtype = getattr(backend_config, "dtype", "auto")
         model_config = _update_torch_dtype(SimpleNamespace(hf_config=config), dtype)
         geometry = Geometry.of_model(model_config, check_finite=settings.finite)
-        self._rows = RowReader(settings, geometry, logger, waits_for_room=True)
+        self._rows = RowReader(settings, geometry, logger)
+        self._threads = ThreadPoolExecutor(NUM_THREADS, "image rows")
         weakref.finalize(self, self._rows.close)
 
     async def preprocess(
@@ -99,17 +104,19 @@ class RowEncoder(ImageEncoder):  # type: ignore[misc]
             )
         loop = asyncio.get_running_loop()
         media = self.model.collect_multimodal_items(messages)
-        images = await asyncio.gather(*(loop.run_in_executor(None, _image_file, *item) for item in media))
-        # On one thread: two that use a tokenizer at once may fail.
-        grids, prompt = await loop.run_in_executor(self.executor, self._prompt, images, input_prompt)
-        self._check_length(len(prompt.ids))
+        images = await asyncio.gather(
+            *(loop.run_in_executor(self._threads, _image_file, *item) for item in media)
+        )
+        grids = [self._grid_of(image) for image in images]
         try:
-            rows, give_back = await self._rows.take(images, grids)
-            items = await loop.run_in_executor(None, RowsFile(rows, give_back).write)
+            prompt, rows, give_back = await self._take(images, grids, input_prompt)
+            items = await loop.run_in_executor(self._threads, RowsFile(rows, give_back).write)
         except EncoderError as error:
             raise _rejection(error) from error
         except OSError as error:
-            no_memory = ItemFailed(f"no memory for rows: {error}", reason="NO_MEMORY", retryable=True)
+            no_memory = ItemFailed(
+                f"no memory or descriptor for rows: {error}", reason="NO_MEMORY", retryable=True
+            )
             raise _rejection(no_memory) from error
         multimodal = [
             {
@@ -125,24 +132,39 @@ class RowEncoder(ImageEncoder):  # type: ignore[misc]
         return {"input_ids": prompt.ids, "multimodal": multimodal}
 
     def check_text(self, ids: Sequence[int]) -> None:
-        """Raises RequestError for a prompt without images that has a placeholder. LMDeploy would give it rows
-        of another request in the same batch."""
+        """Raises ValueError for a prompt without images that has a placeholder. LMDeploy would give it rows
+        of another request in the same batch, or its engine would end."""
         placeholder_id = self._interface.image_placeholder_id
         if placeholder_id in ids:
-            raise RequestError(
-                ErrorCode.INVALID_REQUEST,
-                f"the prompt has {list(ids).count(placeholder_id)} image placeholders and no image",
-            )
+            num_placeholders = list(ids).count(placeholder_id)
+            raise ValueError(f"the prompt has {num_placeholders} image placeholders and no image")
 
-    def _prompt(
-        self, images: Sequence[ImageFile], input_prompt: str | list[int] | None
-    ) -> tuple[list[Grid], ImagePrompt]:
-        grids = [self._grid_of(image) for image in images]
-        ids = self._tokenizer(input_prompt)["input_ids"] if isinstance(input_prompt, str) else input_prompt
-        return grids, ImagePrompt.of(ids or (), grids, self._interface)
+    async def _take(
+        self, images: Sequence[ImageFile], grids: Sequence[Grid], input_prompt: str | list[int] | None
+    ) -> tuple[ImagePrompt, list[EncodedRows], Callable[[], None]]:
+        """The prompt, and as ``RowReader.take``. A text is tokenized while the images are encoded."""
+        if not isinstance(input_prompt, str):
+            prompt = self._prompt(input_prompt or (), grids)
+            return prompt, *await self._rows.take(images, grids)
+        taken = asyncio.create_task(self._rows.take(images, grids))
+        try:
+            # On one thread: two that use a tokenizer at once may fail.
+            loop = asyncio.get_running_loop()
+            tokenized = await loop.run_in_executor(self.executor, self._tokenizer, input_prompt)
+            prompt = self._prompt(tokenized["input_ids"], grids)
+            return prompt, *await taken
+        except BaseException:
+            taken.add_done_callback(_give_back)
+            taken.cancel()
+            raise
+
+    def _prompt(self, ids: Sequence[int], grids: Sequence[Grid]) -> ImagePrompt:
+        prompt = ImagePrompt.of(ids, grids, self._interface)
+        self._check_length(len(prompt.ids))
+        return prompt
 
     def _check_length(self, num_tokens: int) -> None:
-        """Before the encode; LMDeploy would refuse the request after it."""
+        """LMDeploy would refuse the request after the encode."""
         max_tokens = getattr(self._backend_config, "session_len", None)
         if max_tokens is not None and num_tokens >= max_tokens:
             raise RequestError(
@@ -156,6 +178,12 @@ def _image_file(modality: Any, data: Any, _params: Any) -> ImageFile:
     if modality != Modality.IMAGE:
         raise ValueError(f"{modality} is not accepted: the encoder takes images here")
     return data if isinstance(data, ImageFile) else ImageFile.of_pixels(data)
+
+
+def _give_back(taken: asyncio.Task[tuple[list[EncodedRows], Callable[[], None]]]) -> None:
+    """Of a request that is refused, whose rows came all the same."""
+    if not taken.cancelled() and taken.exception() is None:
+        taken.result()[1]()
 
 
 def _rejection(error: EncoderError) -> RequestError:

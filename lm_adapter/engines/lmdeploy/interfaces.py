@@ -25,7 +25,10 @@ CALLED: Mapping[str, tuple[str, ...]] = {
         *("PytorchEngineConfig.mp_engine_backend", "PytorchEngineConfig.session_len"),
         "ResponseType.INTERNAL_ENGINE_ERROR",
     ),
-    "lmdeploy.pytorch.config": (*("ModelConfig.custom_module_map", "_update_torch_dtype(config, dtype)"),),
+    "lmdeploy.pytorch.config": (
+        *("ModelConfig.custom_module_map", "ModelConfig.from_pretrained"),
+        "_update_torch_dtype(config, dtype)",
+    ),
     "lmdeploy.pytorch.engine.input_process": ("PreprocessInputResult(input_ids, input_multimodals)",),
     f"{MODELS}.module_map": ("CUSTOM_MODULE_MAP", "LMDEPLOY_PYTORCH_MODEL_PATH"),
     f"{MODELS}.patch": (
@@ -36,6 +39,11 @@ CALLED: Mapping[str, tuple[str, ...]] = {
     f"{MODELS}.qwen3_vl": ("Qwen3VLInputProcessor.make_mrope(grid_thw)",),
     "lmdeploy.pytorch.multimodal.data_type": (
         "MultiModalData(data, start, end, meta, modality, mrope_pos_ids, content_hash)",
+    ),
+    "lmdeploy.serve.core.async_engine": (
+        *("AsyncEngine.async_get_logits(input_ids)", "AsyncEngine.async_get_ppl(input_ids)"),
+        *("AsyncEngine(model_path)", "AsyncEngine.preprocess", "PreprocessedRequest.inputs"),
+        "PreprocessedRequest.session",
     ),
     "lmdeploy.serve.core.exceptions": (
         *("ErrorCode.CONTEXT_LENGTH_EXCEEDED", "ErrorCode.ENGINE_UNAVAILABLE"),

@@ -21,7 +21,7 @@ import torch
 
 from lm_adapter.types import EncodedRows
 
-ALIGNMENT = 64
+ALIGNMENT = mmap.ALLOCATIONGRANULARITY
 
 
 class RowsFile:
@@ -86,11 +86,10 @@ class RowsHandle:
         try:
             status = os.fstat(fd)
             dtype: torch.dtype = getattr(torch, self.dtype)
-            num_elements = math.prod(self.shape)
-            if status.st_ino != self.inode or status.st_size < self.offset + num_elements * dtype.itemsize:
+            num_bytes = math.prod(self.shape) * dtype.itemsize
+            if status.st_ino != self.inode or status.st_size < self.offset + num_bytes:
                 raise FileNotFoundError(f"descriptor {self.fd} of process {self.pid} has other content")
-            memory = mmap.mmap(fd, status.st_size, access=mmap.ACCESS_COPY)
+            memory = mmap.mmap(fd, num_bytes, access=mmap.ACCESS_COPY, offset=self.offset)
         finally:
             os.close(fd)
-        rows = torch.frombuffer(memory, dtype=dtype, count=num_elements, offset=self.offset)
-        return rows.view(self.shape)
+        return torch.frombuffer(memory, dtype=dtype).view(self.shape)

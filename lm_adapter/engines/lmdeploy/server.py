@@ -13,6 +13,7 @@ from typing import Any
 
 from lmdeploy.pytorch.engine.mp_engine.base import MPEngineInstance
 from lmdeploy.serve.core.async_engine import AsyncEngine
+from lmdeploy.serve.core.exceptions import ErrorCode, RequestError
 from lmdeploy.serve.processors import multimodal
 from lmdeploy.vl import engine as vl_engine
 
@@ -46,12 +47,24 @@ def _with_checked_prompts(stock: Any) -> Any:
         if not request.inputs.get("multimodal"):
             try:
                 self.vl_encoder.check_text(request.inputs["input_ids"])
-            except BaseException:
+            except ValueError as error:
                 self.session_mgr.remove(request.session)
-                raise
+                raise RequestError(ErrorCode.INVALID_REQUEST, str(error)) from error
         return request
 
     return preprocess
+
+
+def _with_checked_ids(stock: Any) -> Any:
+    """Of what is scored, which ``preprocess`` does not see: a prompt, or a list of prompts."""
+
+    @functools.wraps(stock)
+    async def scored(self: Any, input_ids: list[Any], *args: Any, **kwargs: Any) -> Any:
+        for ids in input_ids if input_ids and isinstance(input_ids[0], list) else [input_ids]:
+            self.vl_encoder.check_text(ids)
+        return await stock(self, input_ids, *args, **kwargs)
+
+    return scored
 
 
 def _keeping_rows(stock: Any) -> Any:
@@ -77,4 +90,6 @@ def install() -> None:
     vl_engine.ImageEncoder = RowEncoder
     AsyncEngine.__init__ = _with_an_encoder(AsyncEngine.__init__)
     AsyncEngine.preprocess = _with_checked_prompts(AsyncEngine.preprocess)
+    AsyncEngine.async_get_ppl = _with_checked_ids(AsyncEngine.async_get_ppl)
+    AsyncEngine.async_get_logits = _with_checked_ids(AsyncEngine.async_get_logits)
     MPEngineInstance.async_stream_infer = _keeping_rows(MPEngineInstance.async_stream_infer)

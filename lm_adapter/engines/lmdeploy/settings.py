@@ -15,3 +15,4 @@ VARIABLE = "LMDEPLOY_VISION_ENCODER"
 class Settings(settings.Settings):
     ENGINE: ClassVar[str] = "LMDeploy"
     SOURCE: ClassVar[str] = VARIABLE
+    DTYPES: ClassVar[tuple[str, ...]] = ("bfloat16",)

@@ -6,10 +6,15 @@ Owns names of SGLang's only, which ``models`` and ``processors`` import.
 
 from __future__ import annotations
 
+import functools
 import importlib
+import logging
 from collections.abc import Mapping
+from types import ModuleType
 
 from lm_adapter.engines.shared.glm_grids import GLM
+
+logger = logging.getLogger("sglang.vision_encoder")
 
 SERVED: Mapping[str, str] = {
     "Qwen3VLForConditionalGeneration": "qwen3_vl",
@@ -52,17 +57,30 @@ TOWER_PREFIXES = (
 """Published names of the towers' tensors."""
 LING = "bailing_moe_v3_vl"
 """model_type of the model whose processor writes a line break after each image."""
+KIMI = ("kimi_k25", "kimi_vl", "kimi_k3")
 
 
 def image_marks(model_type: str) -> tuple[str, str]:
-    """The texts around an image's placeholder in a prompt, of all models but Kimi's."""
+    """The texts around an image's placeholder in a prompt; Kimi's models have none."""
+    if model_type in KIMI:
+        return "", ""
     if model_type in GLM:
         return "<|begin_of_image|>", "<|end_of_image|>"
     return "<|vision_start|>", "<|vision_end|>"
 
 
+@functools.cache
+def module_of(name: str) -> ModuleType | None:
+    """Of ``sglang.srt.models``. None, with a warning, where it cannot be imported: SGLang would go on without
+    this plugin, also for the other models."""
+    try:
+        return importlib.import_module(f"sglang.srt.models.{name}")
+    except Exception as error:  # whatever its kernels need
+        logger.warning("no image rows for sglang.srt.models.%s: %s: %s", name, type(error).__name__, error)
+        return None
+
+
 def served_classes() -> tuple[type, ...]:
-    return tuple(
-        getattr(importlib.import_module(f"sglang.srt.models.{module}"), name)
-        for name, module in SERVED.items()
-    )
+    """Those of this SGLang."""
+    found = (getattr(module_of(module), name, None) for name, module in SERVED.items())
+    return tuple(kind for kind in found if kind is not None)

@@ -19,7 +19,7 @@ import torch
 from sglang.srt.managers import mm_schedule
 from torch import nn
 
-from lm_adapter.engines.sglang.families import PROJECTORS, TOWER_PREFIXES, TOWERS, served_classes
+from lm_adapter.engines.sglang.families import PROJECTORS, TOWER_PREFIXES, TOWERS, module_of, served_classes
 from lm_adapter.engines.sglang.settings import PACKAGE, Settings, check_loaded
 from lm_adapter.engines.shared.first_contact import start_of
 
@@ -43,9 +43,12 @@ class NoTower(nn.Module):
 @contextlib.contextmanager
 def _towers_left_out() -> Iterator[None]:
     """Within the block, SGLang's constructors build a NoTower, because they look up their tower by name."""
-    modules = {module: importlib.import_module(f"sglang.srt.models.{module}") for module in TOWERS}
-    places = [(modules[module], name) for module, names in TOWERS.items() for name in names]
-    towers = {(module, name): getattr(module, name) for module, name in places}
+    towers = {
+        (module, name): getattr(module, name)
+        for module, names in ((module_of(module), names) for module, names in TOWERS.items())
+        if module is not None
+        for name in names
+    }
     try:
         for module, name in towers:
             setattr(module, name, NoTower)

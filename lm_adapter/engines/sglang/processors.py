@@ -30,7 +30,7 @@ from lm_adapter.engines.shared.checkpoint import vision_interface
 from lm_adapter.engines.shared.error_text import message_of, status_of
 from lm_adapter.engines.shared.first_contact import start_of
 from lm_adapter.engines.shared.geometry import Geometry
-from lm_adapter.engines.shared.grid_rule import KIMI_GRIDS, grid_rule
+from lm_adapter.engines.shared.grid_rule import grid_rule
 from lm_adapter.engines.shared.images import ImageFile
 from lm_adapter.engines.shared.prompt import ImagePrompt
 from lm_adapter.engines.shared.rows import RowReader
@@ -64,9 +64,7 @@ class FileProcessor(BaseMultimodalProcessor):  # type: ignore[misc]
         self._interface = vision_interface(hf_config.to_dict())
         self._grid_of = grid_rule(self._interface, hf_config, processor)
         self._placeholder = self._tokenizer.convert_ids_to_tokens(self._interface.image_placeholder_id)
-        self._image_text = self._placeholder
-        if self._interface.model_type not in KIMI_GRIDS:
-            self._image_text = self._placeholder.join(image_marks(self._interface.model_type))
+        self._image_text = self._placeholder.join(image_marks(self._interface.model_type))
         self.mm_tokens = MultimodalSpecialTokens(
             image_token=self._placeholder, image_token_id=self._interface.image_placeholder_id
         ).build(processor)

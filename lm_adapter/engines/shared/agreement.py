@@ -60,7 +60,7 @@ class Agreement:
                 f"start the encoder, which has {model.name}, with {engine}'s checkpoint as its --model, or "
                 f"set target in {self.settings.SOURCE} to an encoder that has it"
             )
-        of_engine = f"{engine} with --dtype {model.dtype}"
-        if dtype in ENCODER_DTYPES:
-            return f"start the encoder with --dtype {dtype}, or {of_engine}"
-        return f"start {of_engine}"
+        ways = [f"the encoder with --dtype {dtype}"] if dtype in ENCODER_DTYPES else []
+        if model.dtype in self.settings.DTYPES:
+            ways.append(f"{engine} with --dtype {model.dtype}")
+        return f"start {', or '.join(ways)}"

@@ -1,6 +1,6 @@
 """The rows that a language model takes: how many, how wide, and in which dtype.
 
-Reads the ModelConfig of vLLM or SGLang by attribute. Imports no torch.
+Reads the ModelConfig of an engine by attribute. Imports no torch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from lm_adapter.types import ITEMSIZE_BYTES, ROW_DTYPES, EncodedRows
 
 
 class TextModelConfig(Protocol):
-    """What is read of the ModelConfig of vLLM or SGLang. hf_config: transformers' configuration of the model.
+    """What is read of the ModelConfig of an engine. hf_config: transformers' configuration of the model.
     dtype: a torch.dtype, or its name."""
 
     hf_config: Any

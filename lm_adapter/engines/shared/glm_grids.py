@@ -1,4 +1,4 @@
-"""The grid of an image of GLM from its size, by the reference's own rule, for the plugins of vLLM and SGLang.
+"""The grid of an image of GLM from its size, by the reference's own rule, for the engines' plugins.
 
 Imports transformers when it is called, which the engines have.
 """

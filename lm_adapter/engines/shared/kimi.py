@@ -1,4 +1,4 @@
-"""What the plugins of vLLM and SGLang compute for Kimi-VL and Kimi-K3: grids, texts around an image."""
+"""What the engines' plugins compute for Kimi-VL and Kimi-K3: grids, texts around an image."""
 
 from __future__ import annotations
 

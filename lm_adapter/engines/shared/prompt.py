@@ -7,31 +7,50 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from lm_adapter.engines.shared.checkpoint import VisionInterface
 from lm_adapter.items import Grid, Modality
 from lm_adapter.prefill.mrope import MRopePositions, mrope_positions
-from lm_adapter.prefill.placeholders import expand_placeholders
+from lm_adapter.prefill.placeholders import ExpandedPrompt, expand_placeholders
 
 
 @dataclass(frozen=True, eq=False)
 class ImagePrompt:
-    """ids: [N]; offsets: first and last token of each image; positions: None for models without M-RoPE."""
+    """Raises InvalidRequest, which is a ValueError, where ids and images cannot be aligned.
 
-    ids: list[int]
-    offsets: list[tuple[int, int]]
-    positions: MRopePositions | None
+    expanded: ``of`` makes it; grids: one per image, in order.
+    """
+
+    expanded: ExpandedPrompt
+    grids: Sequence[Grid]
+    interface: VisionInterface
 
     @classmethod
     def of(cls, ids: Sequence[int], grids: Sequence[Grid], interface: VisionInterface) -> ImagePrompt:
-        """ids: before or after expansion; grids: one per image, in order. Raises InvalidRequest, which is a
-        ValueError, where ids and images cannot be aligned."""
+        """ids: before or after expansion."""
         items = [interface.prompt_item(grid, Modality.IMAGE) for grid in grids]
-        expanded = expand_placeholders(ids, items, interface.placeholder_ids)
-        positions = None
-        if interface.uses_mrope:
-            positions = mrope_positions(
-                expanded, grids, merge_size=interface.merge_size, centred=interface.centres_images
-            )
-        offsets = [(span.start, span.end - 1) for span in expanded.spans]
-        return cls(expanded.ids.tolist(), offsets, positions)
+        return cls(expand_placeholders(ids, items, interface.placeholder_ids), grids, interface)
+
+    @cached_property
+    def ids(self) -> list[int]:
+        """[N]"""
+        ids: list[int] = self.expanded.ids.tolist()
+        return ids
+
+    @property
+    def offsets(self) -> list[tuple[int, int]]:
+        """The first and the last token of each image."""
+        return [(span.start, span.end - 1) for span in self.expanded.spans]
+
+    @cached_property
+    def positions(self) -> MRopePositions | None:
+        """None for models without M-RoPE."""
+        if not self.interface.uses_mrope:
+            return None
+        return mrope_positions(
+            self.expanded,
+            self.grids,
+            merge_size=self.interface.merge_size,
+            centred=self.interface.centres_images,
+        )

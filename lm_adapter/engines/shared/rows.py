@@ -43,7 +43,7 @@ class ByteLimit:
         self._waiting: deque[tuple[int, Future[None]]] = deque()
         self._lock = threading.Lock()
 
-    async def take(self, num_bytes: int, timeout_s: float | None) -> Callable[[], None]:
+    async def take(self, num_bytes: int, timeout_s: float) -> Callable[[], None]:
         """Returns the function that gives the bytes back, to be called once. A request for more than the
         limit waits until nothing else is held. Raises DeadlineExceeded if the bytes do not become free in
         time."""
@@ -87,12 +87,9 @@ class RowReader:
         *,
         gpu: int | None = None,
         remedy: str = "set transports",
-        waits_for_room: bool = False,
     ) -> None:
         """gpu: the index of the GPU that rows go to; None for the host. remedy: what to change if none of the
-        transports ends there. waits_for_room: a request waits for room in MAX_ROWS_BYTES as long as it takes,
-        and ``timeout_s`` begins then. Raises InvalidRequest if no transport ends there, and as
-        ``check_encoder``."""
+        transports ends there. Raises InvalidRequest if no transport ends there, and as ``check_encoder``."""
         if gpu is None:
             transports = tuple(name for name in settings.transports if name != "device")
             if not transports:
@@ -104,7 +101,7 @@ class RowReader:
         self._geometry = geometry
         self._gpu = gpu
         self._limit = ByteLimit(MAX_ROWS_BYTES)
-        self._room_s = None if waits_for_room else settings.timeout_s
+        self._room_s = settings.timeout_s
         self._encoder_thread = EncoderThread(
             Agreement(settings, geometry), name="rows", reads_rows=True, logger=logger
         )
@@ -122,7 +119,7 @@ class RowReader:
         items = [ImageItem(image.data, digest=image.digest) for image in images]
         started_s = time.monotonic()
         give_back = await self._limit.take(sum(map(self._geometry.num_bytes, grids)), self._room_s)
-        waited_s = 0.0 if self._room_s is None else time.monotonic() - started_s
+        waited_s = time.monotonic() - started_s
 
         async def call(client: AsyncVisionEncoderClient, left_s: float) -> list[EncodedRows]:
             left_s = max(left_s - waited_s, 0.0)

@@ -30,10 +30,12 @@ class Settings:
     tls_server_name: as in ``ClientTls``; one of the files turns TLS on. timeout_s: of one image, its encode
     included. retry_s: for how long transient failures, such as a restarting encoder, are retried.
     finite: check every element for NaN and infinity. ENGINE, SOURCE: the engine, and where its user states
-    the settings; error messages name both."""
+    the settings; error messages name both. DTYPES: those that the engine's ``--dtype`` and an encoder's have
+    in common."""
 
     ENGINE: ClassVar[str] = "the engine"
     SOURCE: ClassVar[str] = "the settings"
+    DTYPES: ClassVar[tuple[str, ...]] = ("float32", "bfloat16")
 
     target: str
     fallback_target: str = ""

@@ -147,24 +147,6 @@ async def test_p17_requests_wait_for_room_in_their_order() -> None:
     await limit.take(10, timeout_s=20)  # all bytes are free again
 
 
-async def test_p17_a_request_may_wait_for_room_as_long_as_it_takes(
-    fake: FakeEncoder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Behind an engine's own queue. Its time limit begins once it has room."""
-    monkeypatch.setattr("lm_adapter.engines.shared.rows.MAX_ROWS_BYTES", GEOMETRY.num_bytes(GRID))
-    settings = Settings(target=fake.target, timeout_s=1.0)
-    reader = RowReader(settings, GEOMETRY, LOGGER, waits_for_room=True)
-    _, give_back = await reader.take([image(b"\0")], [GRID])
-    waiting = asyncio.create_task(reader.take([image(b"\1")], [GRID]))
-    await asyncio.sleep(1.2)
-    assert not waiting.done()
-    give_back()
-    (rows,), give_back = await waiting
-    assert rows.num_rows == 6
-    give_back()
-    reader.close()
-
-
 async def test_any_event_loop_may_ask(reader: RowReader) -> None:
     """SGLang's offline engine makes its own."""
     for _ in range(2):
