@@ -285,7 +285,8 @@ class Settings(BaseSettings):
     max_image_pixels: int = Field(
         64_000_000, ge=1, description="Largest decoded image or frame of a clip, width times height."
     )
-    max_patches_per_item: int = Field(65_536, ge=4, description="Patches of the largest item.")
+    # Kimi-K3's largest image has 67,268.
+    max_patches_per_item: int = Field(69_632, ge=4, description="Patches of the largest item.")
     max_patches_per_batch: int = Field(
         16_384, ge=4, description="Patches in one forward; a larger item runs alone."
     )

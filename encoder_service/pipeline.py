@@ -372,9 +372,11 @@ class Pipeline:
         limit = self._max_clip_patches if is_clip else self._max_patches_per_item
         num_patches = grid.num_patches
         if num_patches > limit:
-            error, what = (ClipTooLarge, "clip") if is_clip else (ImageTooLarge, "item")
+            error = ClipTooLarge if is_clip else ImageTooLarge
+            what, setting = ("clip", "max_clip_patches") if is_clip else ("item", "max_patches_per_item")
             raise error(
-                f"the {what} has {num_patches} patches (grid {tuple(grid)}), at most {limit} are taken",
+                f"the {what} has {num_patches} patches (grid {tuple(grid)}), at most {limit} are taken "
+                f"({setting}): send a smaller one{', or lower fps or max_pixels' * is_clip}",
                 num_patches=num_patches,
                 max_patches=limit,
             )

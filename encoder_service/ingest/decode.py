@@ -209,7 +209,7 @@ def _decoded_bytes(data: bytes, image: Image.Image) -> int:
     if is_sequential_rgb(image):
         loaded = 3 * num_pixels + decoder
     else:
-        strip = STRIP_BYTES * min(num_pixels, STRIP_PIXELS)
+        strip = STRIP_BYTES * max(image.width, min(num_pixels, STRIP_PIXELS))
         loaded = (stored + 3) * num_pixels + decoder + strip
     turned = 6 * num_pixels  # by an orientation
     return max(loaded + _FIXED_BYTES, turned) + _FILE_COPIES.get(kind, 0) * len(data)

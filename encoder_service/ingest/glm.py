@@ -64,7 +64,7 @@ def glm4v_indices(
     if duration_s <= max_duration_s:
         count = max(math.floor(duration_s * fps), 1)
         indices = [min(last, math.ceil(index * source_fps / fps)) for index in range(count)]
-    elif (count := int(max_duration_s * fps)) >= num_source_frames:
+    elif (count := max(1, int(max_duration_s * fps))) >= num_source_frames:
         indices = list(range(num_source_frames))
     else:
         indices = [min(last, math.ceil(at_s * source_fps)) for at_s in np.linspace(0, duration_s, count)]
@@ -396,7 +396,7 @@ def parse_glm5_next_video(reader: SettingsReader, images: Glm5NextSettings) -> G
     reader.check_same(images, sizes)
     factor = images.patch_size * images.merge_size * images.patch_expand_factor
     least, most = _token_limits(reader, images.temporal_patch_size, factor)
-    has_duration = reader.values.get("max_duration", 0) != 0
+    has_duration = reader.has("max_duration") and reader.values["max_duration"] != 0
     return GlmVideoSettings(
         least,
         most,

@@ -80,7 +80,7 @@ class KimiK3Preprocessor(MoonViTPreprocessor):
 
     def image_bytes(self, image: OpenImage, plan: ImagePlan) -> int:
         num_pixels = image.size.height * image.size.width
-        strip = COMPOSITE_BYTES * min(num_pixels, STRIP_PIXELS)
+        strip = COMPOSITE_BYTES * max(image.size.width, min(num_pixels, STRIP_PIXELS))
         resizing = pillow_bytes(*image.size, plan.target, plan.padded, has_alpha=True) + strip
         # The fourth channel, twice while an image is turned upright.
         return max(image.decoded_bytes + 2 * num_pixels, resizing)

@@ -34,7 +34,7 @@ def budgeted_size(height: int, width: int, patch_size: int, limits: PatchLimits)
     if num_patches <= limits.max_patches:
         return height, width
     scale = math.sqrt(limits.max_patches / num_patches)
-    return int(height * scale), int(width * scale)
+    return max(1, int(height * scale)), max(1, int(width * scale))
 
 
 class KimiVLPreprocessor(MoonViTPreprocessor):

@@ -192,6 +192,8 @@ class Preprocessor(abc.ABC):
             case EncodedFile(data) if item.modality is Modality.IMAGE:
                 return self.open_image(data, item.options)
             case PixelValues(tensor, grid) as pixels:
+                if grid.t > 1 and Modality.VIDEO not in self.modalities:
+                    raise UnsupportedContent(f"{self.family} takes no clips, grid {list(grid)} is one")
                 return OpenItem(grid, 4 * tensor.numel(), functools.partial(self._load_pixels, pixels))
         raise UnsupportedContent(f"{type(item.content).__name__} of {item.modality.value} is no single image")
 

@@ -78,6 +78,10 @@ def qwen3_omni_preprocessor(
 ) -> QwenVLPreprocessor:
     """As ``preprocessor.Build``. Of the settings for clips only the sampling is read."""
     images = parse_qwen_vl(reader)
+    if video is not None:
+        video.require("num_frames", None)
+        names = ("patch_size", "merge_size", "temporal_patch_size")
+        video.check_same(images, {name: video.count(name) for name in names if video.has(name)})
     video = video or reader
     settings = QwenVideoSettings(
         min_pixels=MIN_FRAME_PIXELS,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -29,7 +29,7 @@ from encoder_service.ingest.settings import (
 )
 from encoder_service.ingest.video.clip import ClipPlan, ClipRules
 from encoder_service.ingest.video.source import ClipHeader, ClipLimits
-from encoder_service.types import Grid, PreprocessOptions
+from encoder_service.types import Grid, Modality, PreprocessOptions
 
 MAX_ASPECT_RATIO = 200
 
@@ -270,6 +270,13 @@ class QwenClips(ClipRules):
         return -(-num_frames // self.temporal)
 
 
+class LingPreprocessor(QwenVLPreprocessor):
+    """Ling-3.0-VL: images alone, by Qwen's rules."""
+
+    family = "ling_vl"
+    modalities: ClassVar[tuple[Modality, ...]] = (Modality.IMAGE,)
+
+
 def qwen_vl_preprocessor(
     reader: SettingsReader,
     video: SettingsReader | None,
@@ -284,12 +291,12 @@ def qwen_vl_preprocessor(
     return QwenVLPreprocessor(images, limits, clips, transparent)
 
 
-def qwen_vl_stills(
+def ling_vl_preprocessor(
     reader: SettingsReader,
     video: SettingsReader | None,  # noqa: ARG001
     limits: DecodeLimits,
     clip_limits: ClipLimits,  # noqa: ARG001
     transparent: Transparent,
-) -> QwenVLPreprocessor:
-    """As ``qwen_vl_preprocessor``, without clips, for towers that take images only."""
-    return QwenVLPreprocessor(parse_qwen_vl(reader), limits, None, transparent)
+) -> LingPreprocessor:
+    """As ``preprocessor.Build``."""
+    return LingPreprocessor(parse_qwen_vl(reader), limits, None, transparent)

@@ -16,7 +16,7 @@ from encoder_service.ingest.kimi_vl import kimi_vl_preprocessor
 from encoder_service.ingest.moonvit import moonvit_preprocessor
 from encoder_service.ingest.preprocessor import Build, Preprocessor
 from encoder_service.ingest.qwen3_omni import qwen3_omni_preprocessor
-from encoder_service.ingest.qwen_vl import qwen_vl_preprocessor, qwen_vl_stills
+from encoder_service.ingest.qwen_vl import ling_vl_preprocessor, qwen_vl_preprocessor
 from encoder_service.ingest.settings import read_settings_file, read_video_settings_file
 from encoder_service.ingest.video.source import ClipLimits
 
@@ -33,7 +33,7 @@ FAMILIES: Mapping[str, Build] = {
     "glm4v": glm4v_preprocessor,
     "glm_ocr": glm4v_preprocessor,
     "glm5_next": glm5_next_preprocessor,
-    "ling_vl": qwen_vl_stills,
+    "ling_vl": ling_vl_preprocessor,
 }
 
 

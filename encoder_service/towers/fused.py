@@ -26,7 +26,6 @@ from torch.nn.functional import linear
 from encoder_service.towers.attention import AttentionBackend
 from encoder_service.towers.attention.backend import SequenceBounds
 from encoder_service.towers.fused_inputs import (
-    MAX_SIDE,
     BucketShape,
     FusedInputBuilder,
     FusedInputs,
@@ -41,6 +40,7 @@ from encoder_service.towers.gemm import (
     turns_of,
 )
 from encoder_service.towers.layers import Block, Gated, GatedMerger, Merger, Norm, PlainTower, norm_of
+from encoder_service.towers.positions import MAX_SIDE
 from encoder_service.towers.rope import inverse_frequencies
 from encoder_service.towers.selection import Choices
 from encoder_service.towers.tower import Tower

@@ -20,8 +20,6 @@ from encoder_service.errors import GridMismatch
 from encoder_service.towers.tower import BatchInputs
 from encoder_service.types import Grid
 
-# Longest side, in patches, that the rotary table covers.
-MAX_SIDE = 32_768
 # Patches are numbered in int32.
 MAX_BATCH_PATCHES = 2**31 - 1
 # Columns of the item table: first patch, first position after merging over frames, then the grid.
@@ -95,12 +93,6 @@ class FusedInputBuilder:
     def check_grid(self, grid: Grid) -> None:
         """Raises GridMismatch for a grid that the tower or the rotary table does not support."""
         self._check_tower(grid)
-        if max(grid.h, grid.w) > MAX_SIDE:
-            raise GridMismatch(
-                f"grid {list(grid)} has a side of {max(grid.h, grid.w)} patches, the longest is {MAX_SIDE}",
-                found=max(grid.h, grid.w),
-                limit=MAX_SIDE,
-            )
 
     def prepare(self, grids: Sequence[Grid]) -> FusedInputs:
         """Item table and sequence bounds of a packed batch, items in the given order. Raises GridMismatch."""

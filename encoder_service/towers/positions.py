@@ -19,6 +19,9 @@ from encoder_service.errors import GridMismatch
 from encoder_service.towers.tower import TowerInputs
 from encoder_service.types import Grid
 
+# Longest side of a grid, in patches.
+MAX_SIDE = 32_768
+
 # Keys' cubic convolution constant, with the value that torch.nn.functional.interpolate(mode="bicubic") uses.
 BICUBIC_A = -0.75
 
@@ -109,7 +112,8 @@ def grid_taps(
 
 
 def check_sides(grid: Grid, merge_size: int) -> None:
-    """Raises GridMismatch unless all sides are positive and h and w are multiples of merge_size."""
+    """Raises GridMismatch unless all sides are positive, and h and w are multiples of merge_size, up to
+    MAX_SIDE."""
     if min(grid) < 1:
         raise GridMismatch(f"grid {list(grid)} has a side of {min(grid)}, needs at least 1", found=min(grid))
     for name, side in (("height", grid.h), ("width", grid.w)):
@@ -119,6 +123,12 @@ def check_sides(grid: Grid, merge_size: int) -> None:
                 found=side,
                 merge_size=merge_size,
             )
+    if (longest := max(grid.h, grid.w)) > MAX_SIDE:
+        raise GridMismatch(
+            f"grid {list(grid)} has a side of {longest} patches, the longest is {MAX_SIDE}",
+            found=longest,
+            limit=MAX_SIDE,
+        )
 
 
 def pack_frames(frames: Sequence[FrameTables], seqlens: Sequence[int]) -> TowerInputs:

@@ -8,7 +8,8 @@ position:
 * a text token gets position (next, next, next); then next += 1;
 * row (i, j, k) of an item with merged grid (t, h', w') gets (next + i, next + j, next + k); then
   next += max(t, h', w'). For positions only, a clip [T, h, w] is T units of (1, h', w') with its timestamps
-  as text between them; the encoder's grid stays [T, h, w].
+  as text between them; the encoder's grid stays [T, h, w];
+* with a time step s of an item (Qwen3-Omni), row (i, j, k) gets next + floor(i * s) in time.
 
 Ling-3.0-VL centres images (VideoRoPE, arXiv 2502.05173; SGLang's ``BailingMRotaryEmbedding``): row (0, j, k)
 gets (next, next + j - (h' - 1) // 2, next + k - (w' - 1) // 2), which may be negative; then next += 1.
@@ -124,6 +125,10 @@ def mrope_positions(
     parts: list[npt.NDArray[np.int64]] = []
     token = position = 0
     steps = [1.0] * len(grids) if time_steps is None else time_steps
+    if len(steps) != len(grids) or not all(0 < step < math.inf for step in steps):
+        raise InvalidRequest(
+            f"time_steps are {list(steps)}, needs {len(grids)} finite numbers above 0, one for each item"
+        )
     for span, grid, step in zip(prompt.spans, grids, steps, strict=True):
         extents = _unit_grid(span, grid, merge_size)
         unit = np.indices(extents, dtype=np.int64).reshape(NUM_AXES, -1)

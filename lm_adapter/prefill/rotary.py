@@ -143,10 +143,11 @@ class RotaryTable:
 
     def require(self, position: int) -> None:
         """Raises InvalidRequest if ``position`` is outside the table. Call it on the host for the largest
-        position of a prompt (``MRopePositions.next_position`` - 1): the device does not check."""
-        if position >= self.max_positions:
+        position of a prompt (``MRopePositions.next_position`` - 1), and for the smallest of centred ones: the
+        device does not check."""
+        if not 0 <= position < self.max_positions:
             raise InvalidRequest(
-                f"position {position} is beyond the rotary table of {self.max_positions} positions"
+                f"position {position} is outside the rotary table of {self.max_positions} positions"
             )
 
 
@@ -161,8 +162,9 @@ def apply_mrope(
     """Rotates q and k in place and returns them.
 
     q_THd: [T, Hq, d], k_THd: [T, Hk, d], both float32, float16 or bfloat16. They may be views with any token
-    and head strides, such as parts of one packed projection. positions_3T: int64 or int32 [3, T], less than
-    the table's number of positions; the device does not check this. All tensors are on one device.
+    and head strides, such as parts of one packed projection. positions_3T: int64 or int32 [3, T], from 0
+    and less than the table's number of positions, which the device does not check (centred ones may be below
+    0). All tensors are on one device.
     backend: "auto" selects the kernel on CUDA if Triton is installed. The kernel is compiled at the first
     launch for each of three ranges of T, which start at 1, ``kernels.rotate.SHORT_STEP`` + 1 and
     ``MEDIUM_STEP`` + 1 tokens.

@@ -14,12 +14,14 @@ import torch
 from PIL import Image
 
 from encoder_service.checkpoints.synthetic import small_files
+from encoder_service.config import Settings
 from encoder_service.errors import ImageTooLarge, UnsupportedContent
 from encoder_service.ingest.decode import DecodeLimits, to_rgb
 from encoder_service.ingest.preprocessor import Preprocessor
 from encoder_service.ingest.registry import load_preprocessor
-from encoder_service.types import FrameItem, Grid, Modality, PreprocessOptions
+from encoder_service.types import FrameItem, Grid, Item, Modality, PixelValues, PreprocessOptions
 from tests.parity import kimi_processors
+from tests.published import PUBLISHED
 from tests.unit.ingest import image_files
 
 LIMITS = DecodeLimits(max_encoded_bytes=1 << 28, max_image_pixels=1 << 26)
@@ -142,12 +144,21 @@ def test_kimi_vl_refuses_sides_beyond_its_rotary_table(tmp_path: Path) -> None:
         preprocessor.plan_image(20, 28 * 255 + 1, PLAIN)
 
 
-@pytest.mark.parametrize("family", ["kimi_vl", "kimi_k3"])
+@pytest.mark.parametrize("family", ["kimi_vl", "kimi_k3", "ling_vl"])
 def test_clips_are_refused_by_name(family: str, tmp_path: Path) -> None:
+    """Also those that are called an image."""
     preprocessor, _ = opened(tmp_path, family)
     assert preprocessor.clips is None
+    clip = PixelValues(torch.zeros(8, preprocessor.patch_dim), Grid(2, 2, 2))
+    with pytest.raises(UnsupportedContent, match=rf"{family} takes no clips, grid \[2, 2, 2\] is one"):
+        preprocessor.open(Item(Modality.IMAGE, clip))
     with pytest.raises(UnsupportedContent, match=f"{family} takes image items, this is a video item"):
         preprocessor.check_options(Modality.VIDEO, PLAIN)
+
+
+def test_the_largest_image_of_kimi_k3_is_taken_by_default() -> None:
+    preprocessor = load_preprocessor(PUBLISHED / "Kimi-K3", "kimi_k3", LIMITS)
+    assert 65_536 < preprocessor.longest_item <= Settings.model_fields["max_patches_per_item"].default
 
 
 @pytest.mark.parametrize("family", ["kimi_vl", "kimi_k3"])

@@ -11,6 +11,7 @@ import pytest
 from encoder_service.checkpoints.synthetic import small_files
 from encoder_service.errors import CheckpointError, InvalidOption, UnsupportedCheckpoint
 from encoder_service.ingest.decode import DecodeLimits
+from encoder_service.ingest.glm import glm4v_indices
 from encoder_service.ingest.moonvit import MoonViTPreprocessor
 from encoder_service.ingest.qwen_vl import QwenVLPreprocessor
 from encoder_service.ingest.registry import FAMILIES, load_preprocessor
@@ -272,6 +273,17 @@ def test_the_named_processor_decides_how_glm_samples_clips(
     clips = load_preprocessor(tmp_path, family, LIMITS).clips
     assert clips is not None
     assert clips.rules == rules
+
+
+def test_glm_takes_a_frame_of_a_clip_at_any_rate() -> None:
+    """Where the longest clip has less than one."""
+    assert glm4v_indices(4000, 10.0, fps=0.003, max_duration_s=300.0) == [0, 0]
+
+
+def test_glm_without_a_longest_clip(tmp_path: Path) -> None:
+    parts = {"image_processor": GLM5_PART, "video_processor": GLM5_PART | {"max_duration": None}}
+    write(tmp_path, parts, "processor_config.json")
+    assert load_preprocessor(tmp_path, "glm5_next", LIMITS).clips is not None
 
 
 def test_glm_settings_that_cannot_be_are_refused_by_name(tmp_path: Path) -> None:

@@ -71,6 +71,9 @@ def test_errors_give_both_figures() -> None:
     with pytest.raises(InvalidRequest, match=r"6 rows.*4 placeholders") as caught:
         mrope_positions(prompt, [(1, 4, 6)], merge_size=2)
     assert caught.value.reason == "GRID_MISMATCH"
+    for steps in ([1, 2], [float("nan")], [0], [-1]):
+        with pytest.raises(InvalidRequest, match=r"time_steps are .* needs 1 finite numbers above 0"):
+            mrope_positions(prompt, [(1, 4, 4)], merge_size=2, time_steps=steps)
     clip = expand_placeholders([VIDEO], [PromptItem(VIDEO, (3,))])
     with pytest.raises(InvalidRequest, match=r"grid \[3, 2, 2\], centred positions need a t of 1"):
         mrope_positions(clip, [(3, 2, 2)], merge_size=2, centred=True)

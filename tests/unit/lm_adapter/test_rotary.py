@@ -57,6 +57,7 @@ def test_scaling_reaches_both_halves() -> None:
         (lambda: RotaryTable.from_config({"rope_parameters": {}}, max_positions=3), r"no mrope_section"),
         (lambda: RotaryTable.from_config(config(mrope_section=[8, 8, 8]), max_positions=3), r"\[8\].*\[24\]"),
         (lambda: TABLE.require(10), r"position 10 .* 10 positions"),
+        (lambda: TABLE.require(-1), r"position -1 .* 10 positions"),
     ],
 )
 def test_tables_that_cannot_be(make: Any, figures: str) -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from encoder_service.errors import GridMismatch
 from encoder_service.scheduler.buckets import Bucket
 from encoder_service.towers.fused_inputs import FusedInputBuilder, FusedInputs
+from encoder_service.towers.positions import check_sides
 from encoder_service.types import Grid
 
 MERGE = 2
@@ -29,7 +30,7 @@ grids_of_a_batch = st.lists(
 
 
 def builder(*, merges_time: bool = False) -> FusedInputBuilder:
-    return FusedInputBuilder(lambda grid: None, merge_size=MERGE, merges_time=merges_time)
+    return FusedInputBuilder(lambda grid: check_sides(grid, MERGE), merge_size=MERGE, merges_time=merges_time)
 
 
 def lengths_of(grids: list[Grid], *, merges_time: bool) -> list[int]:
