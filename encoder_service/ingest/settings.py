@@ -1,4 +1,4 @@
-"""Processor settings of both families, for images and clips, read from the checkpoint's own files.
+"""Processor settings of Qwen and Kimi-K2.5, and how every family reads its own from the checkpoint's files.
 
 Owns the names that published checkpoints and the reference package use for them, and the refusal of settings
 that are missing, of the wrong type, out of range, or that need preprocessing that the families' rules do not

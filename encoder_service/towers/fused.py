@@ -1,4 +1,4 @@
-"""The fused CUDA path of both towers: the plain tower's weights and results, with fewer passes over memory.
+"""The fused CUDA path of the towers: the plain tower's weights and results, with fewer passes over memory.
 
 Owns the order of the fused operations. The plain towers (qwen3_vl.py, moonvit.py) are the readable form of
 the same computation, and tests compare the two. ``gemm`` chooses the library of the blocks' matrix products.

@@ -1,4 +1,4 @@
-"""The parts of both towers: blocks, mergers, learned positions, and the towers' base class.
+"""The parts of the towers: blocks, mergers, learned positions, and the towers' base class.
 
 Owns the plain, readable form of each part, and the host tables of a frame. Each tower's ``prepare`` and
 ``forward`` arrange the parts.

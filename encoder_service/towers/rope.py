@@ -2,7 +2,7 @@
 
 Owns the order of row and column frequencies over a head in each family, and the half-split rotation that both
 use. MoonViT's published weights rotate adjacent pairs. They are permuted once at load (published.py), so that
-one rotation works for both families.
+one rotation works for all families.
 
 Shape legend: N patches of one frame, P patches of the batch, H heads, d head_dim.
 """

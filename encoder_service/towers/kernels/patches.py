@@ -53,7 +53,7 @@ def patchify_items(
     merges_time: bool,
     in_steps: bool = False,
 ) -> torch.Tensor:
-    """Writes a whole batch's patches of either family to out [P, 3 * tp * patch_size^2], in one launch, and
+    """Writes a whole batch's patches of a family to out [P, 3 * tp * patch_size^2], in one launch, and
     returns out. Everything that differs between batches is in tensors, so the launch can be replayed in a
     graph.
 

@@ -1,7 +1,7 @@
 """Two-axis rotary positions, applied in place to the packed projection of q, k and v, after a norm of q and k
 if the family has one.
 
-Owns the gather of each patch's angles from tables by coordinate, in the order of either family (see rope.py),
+Owns the gather of each patch's angles from tables by coordinate, in the order of a family (see rope.py),
 and the half-split rotation in float32. Only the projection itself is read from and written to memory.
 
 Shape legend: P patches, H heads, d head_dim.
