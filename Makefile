@@ -117,7 +117,7 @@ $(LMDEPLOY_STAMP): pyproject.toml deploy/install_lmdeploy.py deploy/install_engi
 setup-lmdeploy: $(LMDEPLOY_STAMP) ## Create the environment of LMDeploy's tests
 
 test-lmdeploy: $(LMDEPLOY_STAMP) ## Run LMDeploy on the CPU with image rows from the service (two minutes)
-	OMP_NUM_THREADS=1 $(LMDEPLOY_VENV)/bin/python -m pytest -n 2 --dist loadfile --durations=5 $(LATE) tests/lmdeploy
+	OMP_NUM_THREADS=1 $(LMDEPLOY_VENV)/bin/python -m pytest -n 2 --dist loadfile --durations=5 $(LATE) -m "not extended" tests/lmdeploy
 
 setup-engines: $(ENGINES_STAMP) $(ENGINES_NEXT_STAMP) $(SGLANG_STAMP) $(LMDEPLOY_STAMP) $(TOKENSPEED_STAMP) ## Create the environments of the engines' tests
 

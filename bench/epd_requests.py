@@ -26,8 +26,8 @@ NUM_PICTURES, NUM_CLIPS = 8, 2
 """Number of different pictures or clips of a size. New ones are copies with another comment."""
 CLIP_FPS = 24
 JSON = {"content-type": "application/json"}
-ROLE_ALONE = re.compile(rb'"role": ?"assistant", ?"content": ?""')
-"""The beginning of an answer, before its first token."""
+ROLE_ALONE = re.compile(rb'"role": ?"assistant", ?"content": ?""(?!.*"finish_reason": ?")')
+"""The beginning of an answer, before its first token. LMDeploy's tokens have the role too."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ async def send(client: aiohttp.ClientSession, server: str, request: bytes) -> Ti
         async for line in response.content:
             if response.status != 200 or b'"error"' in line:
                 failure = failure or line.decode(errors="replace")[:300]
-            elif b'"finish_reason"' in line and not ROLE_ALONE.search(line):
+            elif b'"delta"' in line and not ROLE_ALONE.search(line):
                 times.append(time.perf_counter())
     ended = time.perf_counter()
     first_ms = (times[0] - sent) * 1e3 if times else 0.0

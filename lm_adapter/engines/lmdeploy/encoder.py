@@ -159,7 +159,12 @@ class RowEncoder(ImageEncoder):  # type: ignore[misc]
             raise
 
     def _prompt(self, ids: Sequence[int], grids: Sequence[Grid]) -> ImagePrompt:
-        prompt = ImagePrompt.of(ids, grids, self._interface)
+        """Raises ValueError where ids and images cannot be aligned."""
+        try:
+            prompt = ImagePrompt.of(ids, grids, self._interface)
+        except InvalidRequest as error:
+            # Unlike the encoder's own refusals, which are EncoderErrors too.
+            raise ValueError(error.message) from error
         self._check_length(len(prompt.ids))
         return prompt
 
