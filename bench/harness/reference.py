@@ -252,6 +252,7 @@ QWEN_CLASSES = {
     "qwen3_omni_moe": ("qwen3_omni_moe", "Qwen3OmniMoeVisionEncoder"),
     "interns1_pro": ("qwen3_5", "Qwen3_5VisionModel"),
     "intern_s2_preview": ("qwen3_5_moe", "Qwen3_5MoeVisionModel"),
+    "qwen2_5_vl": ("qwen2_5_vl", "Qwen2_5_VisionTransformerPretrainedModel"),
     "glm4v": ("glm4v", "Glm4vVisionModel"),
     "glm4v_moe": ("glm4v_moe", "Glm4vMoeVisionModel"),
     "glm46v": ("glm4v", "Glm4vVisionModel"),
