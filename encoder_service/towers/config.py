@@ -97,9 +97,11 @@ def rope_theta(vision: JsonReader) -> float:
     return parameters.number("rope_theta", default=ROPE_THETA)
 
 
-def block_numbers(vision: JsonReader, key: str, depth: int) -> tuple[int, ...]:
+def block_numbers(
+    vision: JsonReader, key: str, depth: int, default: tuple[int, ...] | None = None
+) -> tuple[int, ...]:
     """Block numbers, which must ascend: a tower outputs deepstack levels in block order."""
-    value = vision.values.get(key)
+    value = vision.values[key] if vision.has(key) else default
     if (
         not isinstance(value, Sequence)
         or isinstance(value, str)

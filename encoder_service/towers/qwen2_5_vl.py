@@ -30,6 +30,8 @@ from encoder_service.types import Grid
 
 QWEN2_5_VL = "qwen2_5_vl"
 NORM = partial(nn.RMSNorm, eps=1e-6)
+# Of all published checkpoints.
+FULL_BLOCKS = (7, 15, 23, 31)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,28 +108,30 @@ class Qwen25VLTower(PlainTower):
 
 
 def parse_sizes(config: JsonReader) -> Qwen25VisionConfig:
-    """The sizes in config.json. Raises UnsupportedCheckpoint."""
+    """The sizes in config.json. The published one of Qwen2.5-VL-32B leaves out what is the same in all, which
+    are the defaults here. Raises UnsupportedCheckpoint."""
     vision = config.section("vision_config")
     vision.require("hidden_act", "silu")
-    depth, patch_size = vision.count("depth", "num_hidden_layers"), vision.square("patch_size")
-    merge_size, window_size = vision.count("spatial_merge_size"), vision.count("window_size")
+    depth = vision.count("depth", "num_hidden_layers", default=32)
+    patch_size, merge_size = vision.square("patch_size", 14), vision.count("spatial_merge_size", default=2)
+    window_size = vision.count("window_size", default=112)
     # A window is whole merges, as in the reference, which rounds down.
-    window = window_size // (merge_size * patch_size)
+    window = window_size // merge_size // patch_size
     if not window:
         raise vision.refuse("window_size", window_size, f"at least {merge_size * patch_size}: one merge")
     return Qwen25VisionConfig(
         depth=depth,
         hidden_size=vision.count("hidden_size"),
-        num_heads=vision.count("num_heads", "num_attention_heads"),
+        num_heads=vision.count("num_heads", "num_attention_heads", default=16),
         intermediate_size=vision.count("intermediate_size"),
         patch_size=patch_size,
-        temporal_patch_size=vision.square("temporal_patch_size"),
+        temporal_patch_size=vision.square("temporal_patch_size", 2),
         in_channels=vision.count("in_channels", "in_chans", default=3),
         merge_size=merge_size,
         out_width=vision.count("out_hidden_size"),
         rope_theta=rope_theta(vision),
         window=window,
-        full_blocks=block_numbers(vision, "fullatt_block_indexes", depth),
+        full_blocks=block_numbers(vision, "fullatt_block_indexes", depth, FULL_BLOCKS),
     )
 
 

@@ -113,7 +113,8 @@ def mrope_positions(
 
     grids: [t, h, w] in patches, one per item, images and clips together in prompt order. time_steps: one per
     item, the positions from one temporal patch to the next where that is not 1; positions are rounded down.
-    For Qwen3-Omni seconds of a temporal patch times ``position_id_per_seconds``. centred: Ling's rule, which
+    For clips of Qwen2.5-VL and Qwen3-Omni seconds of a temporal patch times ``tokens_per_second`` and
+    ``position_id_per_seconds``. centred: Ling's rule, which
     has images only.
     Raises InvalidRequest when grids and spans differ in number or in rows, for grids that the merge size
     does not divide, and for clips that are to be centred.
