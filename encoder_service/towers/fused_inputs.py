@@ -1,8 +1,8 @@
 """Metadata of a packed batch for the fused path: one row of five numbers per item.
 
 Owns the record, its construction from grids, and its padding to a bucket. The device expands the rows to
-per-patch data (kernels/expand.py), so that a step's host work and transfer grow with the number of items, not
-of patches.
+per-patch data (kernels/expand.py), so that a step's host work and transfer grow with the number of items and
+of attention sequences, not of patches.
 
 Shape legend: I items, S attention sequences, W windows, P patches, R rows, F frames averaged into one row.
 """
