@@ -27,6 +27,7 @@ FAMILIES = {
     "glm4v": "GLM-4.1V",
     "glm_ocr": "GLM-OCR",
     "glm5_next": "GLM-5.3-Flash",
+    "qwen2_5_vl": "Qwen2.5-VL",
 }
 CASE_ORDER = ("1x256", "1x448", "1x1024", "8x1024", "32x448", "mixed", "clip")
 VARIANT_STYLES = {

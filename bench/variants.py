@@ -85,11 +85,15 @@ def useful_flops(tower: Tower, inputs: TowerInputs) -> int:
     num_rows = merged // config.merge_size**2
     merged_width = width * config.merge_size**2
     products = num_patches * width * (4 * width + 2 * config.intermediate_size)
-    attention = 2 * width * sum(length**2 for length in inputs.seqlens)
+    full, windows = inputs.seqlens, getattr(inputs, "window_seqlens", inputs.seqlens)
+    num_full = len(getattr(tower, "full_blocks", ()))
+    attention = [(full, num_full), (windows, config.depth - num_full)]
+    squares = sum(count * sum(length**2 for length in lengths) for lengths, count in attention)
     merger = num_rows * merged_width * (merged_width + config.out_width)
     return 2 * (
         num_patches * tower.patch_dim * width
-        + config.depth * (products + attention)
+        + config.depth * products
+        + 2 * width * squares
         + (1 + tower.num_deepstack_levels) * merger
     )
 

@@ -71,12 +71,12 @@ class JsonReader:
         value: int = self.read(keys, "an integer of at least 1", is_count, default)
         return value
 
-    def square(self, key: str) -> int:
+    def square(self, key: str, default: int | None = None) -> int:
         """A side length, given as one integer or as a list of two equal integers."""
         sides = self.values.get(key)
         if isinstance(sides, list) and len(sides) == 2 and sides[0] == sides[1] and is_count(sides[0]):
             return int(sides[0])
-        return self.count(key)
+        return self.count(key, default=default)
 
     def number(self, *keys: str, default: float | None = None) -> float:
         """A finite number above 0."""

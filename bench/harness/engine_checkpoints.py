@@ -16,7 +16,7 @@ from encoder_service.checkpoints.synthetic.ling import LANGUAGE
 from encoder_service.checkpoints.synthetic.tensors import language_layout
 
 TOWER_PREFIXES = (
-    *("model.visual.", "thinker.visual."),
+    *("model.visual.", "visual.", "thinker.visual."),
     *("vision_tower.", "mm_projector.", "multi_modal_projector.", "linear_proj."),
 )
 KIMI_VL_CODE = Path(__file__).parent / "remote" / "kimi_vl_code.py"

@@ -223,6 +223,26 @@ class GlmReference(ReferenceTower):
         return super()._grid_thw([grid._replace(t=1) for grid in grids for _ in range(grid.t)])
 
 
+class Qwen25Reference(ReferenceTower):
+    """Has windows, and no learned positions."""
+
+    def tables(self, grids: Sequence[Grid]) -> dict[str, Any]:
+        vision, grid_thw = importlib.import_module("transformers.vision_utils"), self._grid_thw(grids)
+        config, cu_seqlens = self.tower.config, vision.get_vision_cu_seqlens(grid_thw)
+        order, cu_window_seqlens = vision.get_vision_window_index(
+            grid_thw, config.spatial_merge_size, config.window_size, config.patch_size
+        )
+        return {
+            "grid_thw": grid_thw,
+            "position_ids": vision.get_vision_position_ids(grid_thw, config.spatial_merge_size),
+            "cu_seqlens": cu_seqlens,
+            "max_seqlen": int(cu_seqlens.diff().max()),
+            "window_index": order.to(self._device),
+            "cu_window_seqlens": cu_window_seqlens,
+            "max_window_seqlen": int(cu_window_seqlens.diff().max()),
+        }
+
+
 class LingReference(ReferenceTower):
     """The reference has no model of Ling: its Qwen3.5 tower, with the merger and the projector of vLLM's
     class, with which tests/engines/test_towers.py compares the tower."""
@@ -237,6 +257,7 @@ REFERENCES: dict[str, type[ReferenceTower]] = {
     "kimi_k3": KimiK3Reference,
     **dict.fromkeys(("glm4v", "glm4v_moe", "glm46v", "glm_ocr", "glm5_next"), GlmReference),
     "bailing_moe_v3_vl": LingReference,
+    "qwen2_5_vl": Qwen25Reference,
 }
 """By model_type, where it is not ReferenceTower itself."""
 
@@ -252,6 +273,7 @@ QWEN_CLASSES = {
     "qwen3_omni_moe": ("qwen3_omni_moe", "Qwen3OmniMoeVisionEncoder"),
     "interns1_pro": ("qwen3_5", "Qwen3_5VisionModel"),
     "intern_s2_preview": ("qwen3_5_moe", "Qwen3_5MoeVisionModel"),
+    "qwen2_5_vl": ("qwen2_5_vl", "Qwen2_5_VisionTransformerPretrainedModel"),
     "glm4v": ("glm4v", "Glm4vVisionModel"),
     "glm4v_moe": ("glm4v_moe", "Glm4vMoeVisionModel"),
     "glm46v": ("glm4v", "Glm4vVisionModel"),

@@ -21,6 +21,7 @@ class Family(enum.StrEnum):
     GLM_OCR = "glm_ocr"
     GLM5_NEXT = "glm5_next"
     LING_VL = "ling_vl"
+    QWEN2_5_VL = "qwen2_5_vl"
 
 
 FAMILIES: tuple[str, ...] = tuple(family.value for family in Family)

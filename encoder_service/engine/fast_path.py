@@ -31,6 +31,7 @@ from encoder_service.towers.gemm.cases import gemm_selections
 from encoder_service.towers.layers import PlainTower
 from encoder_service.towers.selection import Choices, Selection, TimeMs, graph_time_ms
 from encoder_service.towers.tower import Tower
+from encoder_service.towers.windows import most_windows
 
 log = structlog.get_logger(__name__)
 
@@ -201,6 +202,7 @@ class KernelSelections:
             PackedBatch.mixed(patches, bucket.num_sequences, seqlen)
             for (patches, seqlen), bucket in by_shape.items()
         ]
+        batches += window_batches(tower, list(by_shape.values()))
         attention = attention_selection(backends, batches, block, dtype, device, deterministic=deterministic)
         gemms = [TORCH_GEMM] if deterministic else available_gemms(device)
         rows = sorted(nearest_sizes(ladder, GEMM_SIZES)) if len(gemms) > 1 else []
@@ -238,6 +240,18 @@ class KernelSelections:
     def _progress(self, event: str) -> Progress:
         selections: list[Selection[Any]] = [self.attention, *self.gemms.values()]
         return Progress(event, sum(len(selection.cases) for selection in selections))
+
+
+def window_batches(tower: PlainTower, buckets: Sequence[Bucket]) -> list[PackedBatch]:
+    """The windows of buckets, one batch for each number of patches; none of towers without windows."""
+    length = (tower.window * tower.merge_size) ** 2
+    slots = {bucket.num_patches: bucket.num_sequences for bucket in buckets if tower.window}
+    taken = {bucket.num_patches for bucket in buckets if bucket.max_seqlen == length}
+    return [
+        PackedBatch.mixed(patches, most_windows(patches, count, tower.merge_size, tower.window), length)
+        for patches, count in slots.items()
+        if patches not in taken
+    ]
 
 
 def choose_kernels(

@@ -137,10 +137,9 @@ class GraphRunner:
         self._graphs: dict[Bucket, Captured] = {}
         # Made outside inference mode, because the tensors are written both inside and outside of it.
         with torch.inference_mode(False), torch.no_grad():
-            sizes = {bucket: len(self._filled(bucket).table) for bucket in ladder.buckets}
-            self._table = torch.zeros(max(sizes.values()), dtype=torch.int32, device=device)
+            table_size = max(len(self._filled(bucket).table) for bucket in ladder.buckets)
+            self._table = torch.zeros(table_size, dtype=torch.int32, device=device)
             self._pixels = torch.zeros(ladder.max_patches, tower.patch_dim, dtype=tower.dtype, device=device)
-            self._inputs = {bucket: self._static_inputs(bucket, size) for bucket, size in sizes.items()}
 
     @property
     def ladder(self) -> BucketLadder:
@@ -188,12 +187,12 @@ class GraphRunner:
             pixels = torch.empty(shape, dtype=self.tower.dtype, device=self._device)
             on_device = inputs.to(self._device, non_blocking=True).with_pixels(pixels)
             return StagedInputs(None, on_device, inputs.num_patches, inputs.num_rows)
-        self._load(self.tower.pad(inputs, bucket))
+        padded = self.tower.pad(inputs, bucket)
+        self._load(padded)
         # Clears padding rows: data of an earlier batch may belong to another caller or may not be finite.
         padding = self._pixels[inputs.num_patches : bucket.num_patches]
         self.streams.compute.run(padding.zero_)
-        static = replace(self._inputs[bucket], seqlens=inputs.seqlens)
-        return StagedInputs(bucket, static, inputs.num_patches, inputs.num_rows)
+        return StagedInputs(bucket, self._static(padded), inputs.num_patches, inputs.num_rows)
 
     @torch.inference_mode()
     def forward(self, batch: StagedInputs) -> torch.Tensor:
@@ -264,7 +263,7 @@ class GraphRunner:
         are chosen by measuring see realistic inputs."""
         filled = self._filled(bucket)
         self._load(filled)
-        inputs = replace(self._inputs[bucket], seqlens=filled.seqlens)
+        inputs = self._static(filled)
         assert inputs.pixel_values is not None
         self.streams.compute.run(inputs.pixel_values.normal_)
         torch.cuda.synchronize(self._device)
@@ -291,18 +290,10 @@ class GraphRunner:
         static = self._table[: len(table)]
         self.streams.compute.run(lambda: static.copy_(table, non_blocking=True))
 
-    def _static_inputs(self, bucket: Bucket, table_size: int) -> FusedInputs:
-        """The views of the static buffers that this bucket's graph reads."""
-        return FusedInputs(
-            table=self._table[:table_size],
-            seqlens=(),
-            max_seqlen=bucket.max_seqlen,
-            num_slots=bucket.num_sequences,
-            num_patches=bucket.num_patches,
-            num_rows=bucket.num_patches // self.tower.merge_size**2,
-            num_frames=bucket.num_frames,
-            pixel_values=self._pixels[: bucket.num_patches],
-        )
+    def _static(self, padded: FusedInputs) -> FusedInputs:
+        """A padded batch in the views of the static buffers that its bucket's graph reads."""
+        table, pixels = self._table[: len(padded.table)], self._pixels[: padded.num_patches]
+        return replace(padded, table=table, pixel_values=pixels)
 
     def _filled(self, bucket: Bucket) -> FusedInputs:
         """Metadata of a padded batch that fills the bucket, on the host."""

@@ -15,6 +15,7 @@ from encoder_service.ingest.kimi_k3 import kimi_k3_preprocessor
 from encoder_service.ingest.kimi_vl import kimi_vl_preprocessor
 from encoder_service.ingest.moonvit import moonvit_preprocessor
 from encoder_service.ingest.preprocessor import Build, Preprocessor
+from encoder_service.ingest.qwen2_5_vl import qwen2_5_vl_preprocessor
 from encoder_service.ingest.qwen3_omni import qwen3_omni_preprocessor
 from encoder_service.ingest.qwen_vl import ling_vl_preprocessor, qwen_vl_preprocessor
 from encoder_service.ingest.settings import read_settings_file, read_video_settings_file
@@ -34,6 +35,7 @@ FAMILIES: Mapping[str, Build] = {
     "glm_ocr": glm4v_preprocessor,
     "glm5_next": glm5_next_preprocessor,
     "ling_vl": ling_vl_preprocessor,
+    "qwen2_5_vl": qwen2_5_vl_preprocessor,
 }
 
 

@@ -240,8 +240,10 @@ def parse_qwen_vl(reader: SettingsReader) -> QwenVLSettings:
     return settings
 
 
-def parse_qwen_video(reader: SettingsReader, images: QwenVLSettings) -> QwenVideoSettings:
-    """Qwen's clip settings. Raises UnsupportedCheckpoint."""
+def parse_qwen_video(
+    reader: SettingsReader, images: QwenVLSettings, *, max_video_tokens: int = 768
+) -> QwenVideoSettings:
+    """Qwen's clip settings. max_video_tokens: the family's default. Raises UnsupportedCheckpoint."""
     reader.require("num_frames", None)
     sizes = {name: reader.count(name) for name in ("patch_size", "merge_size", "temporal_patch_size")}
     reader.check_same(images, sizes)
@@ -251,7 +253,7 @@ def parse_qwen_video(reader: SettingsReader, images: QwenVLSettings) -> QwenVide
         fps=reader.number("fps", default=2.0),
         min_frames=reader.count("min_frames", default=4),
         max_frames=reader.count("max_frames", default=768),
-        max_video_tokens=reader.count("max_video_tokens", default=768),
+        max_video_tokens=reader.count("max_video_tokens", default=max_video_tokens),
         cap_pixels_per_frame=reader.flag("cap_pixels_per_frame"),
     )
     reader.check_order(settings, "min_pixels", "max_pixels")

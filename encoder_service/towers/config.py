@@ -97,6 +97,21 @@ def rope_theta(vision: JsonReader) -> float:
     return parameters.number("rope_theta", default=ROPE_THETA)
 
 
+def block_numbers(
+    vision: JsonReader, key: str, depth: int, default: tuple[int, ...] | None = None
+) -> tuple[int, ...]:
+    """Block numbers, which must ascend: a tower outputs deepstack levels in block order."""
+    value = vision.values[key] if vision.has(key) else default
+    if (
+        not isinstance(value, Sequence)
+        or isinstance(value, str)
+        or any(not isinstance(index, int) or not 0 <= index < depth for index in value)
+        or list(value) != sorted(set(value))
+    ):
+        raise vision.refuse(key, value, f"ascending block numbers below depth {depth}")
+    return tuple(value)
+
+
 def check_heads(config: VisionConfig) -> None:
     """Raises UnsupportedCheckpoint unless a head's size is a multiple of 4: it rotates pairs on two axes."""
     head_dim, rest = divmod(config.attention_width, config.num_heads)

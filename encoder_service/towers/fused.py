@@ -1,6 +1,6 @@
 """The fused CUDA path of the towers: the plain tower's weights and results, with fewer passes over memory.
 
-Owns the order of the fused operations. The plain towers (qwen3_vl.py, moonvit.py) are the readable form of
+Owns the order of the fused operations. The plain towers (such as qwen3_vl.py) are the readable form of
 the same computation, and tests compare the two. ``gemm`` chooses the library of the blocks' matrix products.
 
 These operations are fused: bias and tanh-GELU with the products, the addition to the residual with the next
@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import nn
@@ -49,6 +49,8 @@ from encoder_service.types import Grid
 if TYPE_CHECKING:
     from encoder_service.towers.kernels import PatchTables
 
+# Attention of queries, keys and values [P, H, d] within the sequences of a batch.
+Attend: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 # Batches up to this size leave part of the device idle, so mergers that run beside the blocks cost no time.
 SIDE_STREAM_PATCHES = 8192
@@ -139,7 +141,10 @@ class FusedTower(Tower):
         if plain.device.type == "cuda":
             self._side_stream = torch.cuda.Stream(plain.device)  # type: ignore[no-untyped-call]
         self._inputs = FusedInputBuilder(
-            plain.check_grid, merge_size=self.merge_size, merges_time=self.merges_time
+            plain.check_grid,
+            merge_size=self.merge_size,
+            merges_time=self.merges_time,
+            window=plain.window,
         )
 
     @property
@@ -172,15 +177,16 @@ class FusedTower(Tower):
             merges_time=self.merges_time,
             num_merged=inputs.num_rows * self.merge_size**2,
             num_frames=inputs.num_frames,
+            window=plain.window,
         )
         x_PE = linear(inputs.pixel_values.to(self.dtype), plain.patch_embed.weight, plain.patch_embed.bias)
+        if tables.patch_order is not None:
+            x_PE = x_PE.index_select(0, tables.patch_order)
         if plain.patch_norm is not None:
             x_PE = self._kernels.add_norm(x_PE, None, *norm_of(plain.patch_norm))
         h_PE = self._embed(x_PE, tables, blocks[0].norm1)
-        attention = self.attention
-        if isinstance(attention, Choices):
-            attention = attention.nearest(inputs.num_patches, inputs.max_seqlen)
-        bounds = attention.plan(inputs, (x_PE.shape[0], self.num_heads, plain.config.head_dim), x_PE.dtype)
+        full = self._planned(inputs, x_PE)
+        windows = self._planned(inputs.windows, x_PE) if plain.window else full
         rotary = Rotary(
             tables.coords, self.rope_cos, self.rope_sin, plain.rotary_layout, self.num_heads, self._turns
         )
@@ -188,9 +194,10 @@ class FusedTower(Tower):
         mergers = plain.level_mergers
         levels = Levels(self._side_stream if x_PE.shape[0] <= SIDE_STREAM_PATCHES else None)
         for index, block in enumerate(blocks):
+            attend = full if index in plain.full_blocks else windows
             # The delta has still to be added to the residual x_PE; None if the product has added it.
             delta_PE = gemms["add_attention"].add_to(
-                x_PE, self._attended(h_PE, block, gemms["rotate"], rotary, attention, bounds), block.proj
+                x_PE, self._attended(h_PE, block, gemms["rotate"], rotary, attend), block.proj
             )
             h_PE = self._kernels.add_norm(x_PE, delta_PE, *block.norm2)
             delta_PE = gemms["add_mlp"].add_to(x_PE, self._activated(h_PE, block, gemms["gelu"]), block.fc2)
@@ -204,17 +211,21 @@ class FusedTower(Tower):
                 h_RM = self._kernels.add_norm(x_PE.view(-1, merger.merged_width), None, *norm_of(merger.norm))
                 levels.start(h_RM, functools.partial(self._merge, h_RM, merger))
         main_RD = self._merge(h_PE, plain.merger)
+        if tables.row_order is not None:
+            main_RD = main_RD.index_select(0, tables.row_order)
         levels_RD = levels.finish()
         return main_RD if not levels_RD else torch.cat([main_RD, *levels_RD], dim=-1)
 
+    def _planned(self, bounds: SequenceBounds, x_PE: torch.Tensor) -> Attend:
+        """Attention within these sequences of the batch, by the backend chosen for their lengths."""
+        attention = self.attention
+        if isinstance(attention, Choices):
+            attention = attention.nearest(x_PE.shape[0], bounds.max_seqlen)
+        shape = (x_PE.shape[0], self.num_heads, self.plain.config.head_dim)
+        return functools.partial(attention.attend, bounds=attention.plan(bounds, shape, x_PE.dtype))
+
     def _attended(
-        self,
-        h_PE: torch.Tensor,
-        block: FusedBlock,
-        gemm: Gemm,
-        rotary: Rotary,
-        attention: AttentionBackend,
-        bounds: SequenceBounds,
+        self, h_PE: torch.Tensor, block: FusedBlock, gemm: Gemm, rotary: Rotary, attend: Attend
     ) -> torch.Tensor:
         """The attention of a block's normed input, [P, E]. A separate method, so that q, k and v are freed
         before the MLP allocates memory: a graph permanently reserves the memory of all tensors that are alive
@@ -232,7 +243,7 @@ class FusedTower(Tower):
                 norms=block.qk_norms,
             )
         q_PHd, k_PHd, v_PHd = qkv.view(h_PE.shape[0], 3, self.num_heads, -1).unbind(1)
-        return attention.attend(q_PHd, k_PHd, v_PHd, bounds).flatten(1)
+        return attend(q_PHd, k_PHd, v_PHd).flatten(1)
 
     def _activated(self, h_PE: torch.Tensor, block: FusedBlock, gemm: Gemm) -> torch.Tensor:
         """The hidden values of a block's MLP. A gated MLP's are a pass of their own."""

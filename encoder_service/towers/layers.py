@@ -132,9 +132,9 @@ class Block(nn.Module):
 
 
 class Merger(nn.Module):
-    """Merges merge^2 adjacent patches into one row: LayerNorm, two layers, erf-GELU.
+    """Merges merge^2 adjacent patches into one row: a norm, two layers, erf-GELU.
 
-    norm_eps: None for no norm. norm_after_shuffle: the norm spans the merged patches (in Qwen's deepstack
+    make_norm: None for no norm. norm_after_shuffle: the norm spans the merged patches (in Qwen's deepstack
     levels) instead of each patch. has_bias: whether the layers have one. out_norm: a norm of the rows.
     inner_width: between the two layers; None for the width of the merged patches.
     """
@@ -144,7 +144,7 @@ class Merger(nn.Module):
         width: int,
         merge_size: int,
         out_width: int,
-        norm_eps: float | None,
+        make_norm: MakeNorm | None,
         *,
         norm_after_shuffle: bool = False,
         has_bias: bool = True,
@@ -154,9 +154,9 @@ class Merger(nn.Module):
         super().__init__()
         self.norm_after_shuffle = norm_after_shuffle
         self.merged_width = width * merge_size**2
-        self.norm: nn.LayerNorm | None = None
-        if norm_eps is not None:
-            self.norm = nn.LayerNorm(self.merged_width if norm_after_shuffle else width, eps=norm_eps)
+        self.norm: AnyNorm | None = None
+        if make_norm is not None:
+            self.norm = make_norm(self.merged_width if norm_after_shuffle else width)
         inner_width = inner_width or self.merged_width
         self.fc1 = nn.Linear(self.merged_width, inner_width, bias=has_bias)
         self.fc2 = nn.Linear(inner_width, out_width, bias=has_bias)
@@ -231,7 +231,9 @@ class PlainTower(Tower):
     the patch embedding and of the blocks have one. gated: the blocks' MLP; None for GELU. norms_qk: see
     ``Block``. frame_embed: float32 [max_frames + 1, E], which is added to the positions by frame, see
     ``moonvit.frame_table``; None if the family has none. final_norm: the norm before patches are averaged
-    over frames; None unless ``merges_time``.
+    over frames; None unless ``merges_time``. window: merged positions of a window's side: the blocks attend
+    within windows and patches are in their order, see ``windows.py``; 0 for no windows. full_blocks: the
+    numbers of the blocks that attend beyond windows nevertheless.
     """
 
     position_mode: ClassVar[PositionMode]
@@ -241,6 +243,8 @@ class PlainTower(Tower):
     patch_norm: AnyNorm | None
     frame_embed: torch.Tensor | None
     final_norm: AnyNorm | None
+    window: int = 0
+    full_blocks: frozenset[int] = frozenset()
 
     def __init__(
         self,
@@ -320,10 +324,14 @@ class PlainTower(Tower):
         index, weight = self._taps_of(height, width)
         rows, columns = raster_coordinates(height, width)
         if not self.merges_time:
-            order = merge_order(height, width, self.merge_size)
+            order = self.patch_order(height, width)
             index, weight, rows, columns = index[order], weight[order], rows[order], columns[order]
         cos, sin = rotary_tables(rows, columns, config.head_dim, config.rope_theta, self.rotary_layout)
         return FrameTables(index, weight, cos, sin)
+
+    def patch_order(self, height: int, width: int) -> torch.Tensor:
+        """Raster index of the patch at each place of a frame, int64 [N]."""
+        return merge_order(height, width, self.merge_size)
 
     def _taps_of(self, height: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
         """position_index and position_weight of a frame in raster order; without a table there are no

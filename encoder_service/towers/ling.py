@@ -16,7 +16,7 @@ from encoder_service.json_reader import JsonReader
 from encoder_service.towers.config import Family
 from encoder_service.towers.layers import Merger
 from encoder_service.towers.published import PublishedTensor, layer
-from encoder_service.towers.qwen3_vl import NORM_EPS, Qwen3VLTower, QwenVisionConfig
+from encoder_service.towers.qwen3_vl import NORM, NORM_EPS, Qwen3VLTower, QwenVisionConfig
 from encoder_service.towers.qwen3_vl import parse_sizes as qwen_sizes
 from encoder_service.types import Modality
 
@@ -48,7 +48,7 @@ class LingTower(Qwen3VLTower):
     def __init__(self, config: LingVisionConfig) -> None:
         super().__init__(config, LING_VL)
         self.merger = Merger(
-            config.hidden_size, config.merge_size, config.out_width, NORM_EPS, inner_width=config.out_width
+            config.hidden_size, config.merge_size, config.out_width, NORM, inner_width=config.out_width
         )
 
 

@@ -177,7 +177,8 @@ class MoonViTTower(PlainTower):
         return nn.LayerNorm(width, eps=LAYER_NORM_EPS)
 
     def make_projector(self, config: MoonViTConfig) -> Merger:
-        return Merger(config.hidden_size, config.merge_size, config.out_width, config.projector_eps)
+        make_norm = partial(nn.LayerNorm, eps=config.projector_eps)
+        return Merger(config.hidden_size, config.merge_size, config.out_width, make_norm)
 
     def check_grid(self, grid: Grid) -> None:
         super().check_grid(grid)

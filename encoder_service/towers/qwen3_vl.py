@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from encoder_service.json_reader import JsonReader
-from encoder_service.towers.config import Family, VisionConfig, rope_theta
+from encoder_service.towers.config import Family, VisionConfig, block_numbers, rope_theta
 from encoder_service.towers.layers import Merger, PlainTower
 from encoder_service.towers.positions import pack_frames
 from encoder_service.towers.published import PublishedTensor, flatten_patch, layer
@@ -108,9 +108,9 @@ class Qwen3VLTower(PlainTower):
         self.family = family
         self.temporal_patch_size = config.temporal_patch_size
         self.num_deepstack_levels = len(config.deepstack_visual_indexes)
-        self.merger = Merger(config.hidden_size, config.merge_size, config.out_width, NORM_EPS)
+        self.merger = Merger(config.hidden_size, config.merge_size, config.out_width, NORM)
         self.deepstack_mergers = nn.ModuleList(
-            Merger(config.hidden_size, config.merge_size, config.out_width, NORM_EPS, norm_after_shuffle=True)
+            Merger(config.hidden_size, config.merge_size, config.out_width, NORM, norm_after_shuffle=True)
             for _ in config.deepstack_visual_indexes
         )
 
@@ -162,22 +162,11 @@ def parse_sizes(
         merge_size=vision.count("spatial_merge_size"),
         position_side=math.isqrt(table_rows),
         out_width=vision.count("out_hidden_size"),
-        deepstack_visual_indexes=deepstack_indexes(vision, depth) if has_levels else (),
+        deepstack_visual_indexes=block_numbers(vision, "deepstack_visual_indexes", depth)
+        if has_levels
+        else (),
         rope_theta=rope_theta(vision),
     )
-
-
-def deepstack_indexes(vision: JsonReader, depth: int) -> tuple[int, ...]:
-    """Block numbers of the deepstack levels, which must ascend: the tower outputs levels in block order."""
-    value = vision.values.get("deepstack_visual_indexes")
-    if (
-        not isinstance(value, Sequence)
-        or isinstance(value, str)
-        or any(not isinstance(index, int) or not 0 <= index < depth for index in value)
-        or list(value) != sorted(set(value))
-    ):
-        raise vision.refuse("deepstack_visual_indexes", value, f"ascending block numbers below depth {depth}")
-    return tuple(value)
 
 
 def family(

@@ -14,13 +14,13 @@ import torch
 
 from encoder_service.errors import UnsupportedCheckpoint
 from encoder_service.json_reader import JsonReader
-from encoder_service.towers import glm, ling, moonvit, qwen3_vl
+from encoder_service.towers import glm, ling, moonvit, qwen2_5_vl, qwen3_vl
 from encoder_service.towers.checkpoint import Fingerprint, check_initialised, read_config, vision_tensors
 from encoder_service.towers.config import Family, VisionConfig, check_heads
 from encoder_service.towers.published import joined
 from encoder_service.towers.tower import Tower
 
-_ALL_FAMILIES = (*qwen3_vl.FAMILIES, *moonvit.FAMILIES, *glm.FAMILIES, ling.FAMILY)
+_ALL_FAMILIES = (*qwen3_vl.FAMILIES, *moonvit.FAMILIES, *glm.FAMILIES, ling.FAMILY, qwen2_5_vl.FAMILY)
 # By config.json's model_type.
 FAMILIES: Mapping[str, Family] = {
     model_type: family for family in _ALL_FAMILIES for model_type in family.model_types
@@ -54,13 +54,13 @@ def parse_config(values: Mapping[str, object]) -> tuple[Family, VisionConfig]:
     config = JsonReader(values, "config.json")
     config = config.section(family.section) if family.section else config
     sizes = family.parse(config)
-    text = config.section("text_config", {})
+    text = config.section("text_config", config.values)
     if text.has("hidden_size") and text.values["hidden_size"] != sizes.out_width:
         # Rows with another width than the language model's could never be spliced.
         hidden_size = text.values["hidden_size"]
+        where = "text_config.hidden_size" if config.has("text_config") else "hidden_size"
         raise UnsupportedCheckpoint(
-            f"the tower's rows are {sizes.out_width} wide, text_config.hidden_size is {hidden_size}: they"
-            " need to be equal",
+            f"the tower's rows are {sizes.out_width} wide, {where} is {hidden_size}: they need to be equal",
             found=sizes.out_width,
             needed=hidden_size,
         )

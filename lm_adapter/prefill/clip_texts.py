@@ -4,14 +4,16 @@ Owns the families' rules and formats. The seconds come with a clip's result; the
 into the prompt. Standard library only.
 
 Qwen3-VL and Qwen3.5 write one text per temporal patch, the mean of its first and last frame's time, the last
-frame repeated to fill it (``_calculate_timestamps``). GLM writes the first frame's time after each temporal
-patch (``replace_video_token``). Kimi writes one per chunk, its first frame's time.
+frame repeated to fill it (``_calculate_timestamps``). Qwen2.5-VL and Qwen3-Omni write none; their times are
+in the positions. GLM writes the first frame's time after each temporal patch (``replace_video_token``). Kimi
+writes one per chunk, its first frame's time.
 Times stay Python floats: bfloat16 has steps of a quarter of a second one minute into a clip.
 """
 
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Sequence
 
 from lm_adapter.errors import InvalidRequest
@@ -34,6 +36,18 @@ def qwen_frame_texts(timestamps_s: Sequence[float], *, temporal_patch_size: int 
     """``<0.3 seconds>`` for each temporal patch. Arguments and errors as of ``qwen_patch_times``."""
     times = qwen_patch_times(timestamps_s, temporal_patch_size=temporal_patch_size)
     return [f"<{seconds:.1f} seconds>" for seconds in times]
+
+
+def qwen_patch_distance_s(timestamps_s: Sequence[float], *, temporal_patch_size: int = 2) -> float:
+    """Seconds from one temporal patch to the next, of which Qwen2.5-VL makes positions: the reference's
+    ``second_per_grid_ts``, which is a float32. 1 for a single frame. Arguments and errors as of
+    ``qwen_patch_times``."""
+    times = _checked(timestamps_s, temporal_patch_size)
+    if len(times) == 1:
+        return 1.0
+    distance = temporal_patch_size * (times[-1] - times[0]) / (len(times) - 1)
+    (rounded,) = struct.unpack("f", struct.pack("f", distance))
+    return float(rounded)
 
 
 def glm_patch_times(timestamps_s: Sequence[float], *, temporal_patch_size: int = 2) -> list[float]:

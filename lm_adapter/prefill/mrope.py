@@ -9,7 +9,7 @@ position:
 * row (i, j, k) of an item with merged grid (t, h', w') gets (next + i, next + j, next + k); then
   next += max(t, h', w'). For positions only, a clip [T, h, w] is T units of (1, h', w') with its timestamps
   as text between them; the encoder's grid stays [T, h, w];
-* with a time step s of an item (Qwen3-Omni), row (i, j, k) gets next + floor(i * s) in time.
+* with a time step s of an item (Qwen2.5-VL, Qwen3-Omni), row (i, j, k) gets next + floor(i * s) in time.
 
 Ling-3.0-VL centres images (VideoRoPE, arXiv 2502.05173; SGLang's ``BailingMRotaryEmbedding``): row (0, j, k)
 gets (next, next + j - (h' - 1) // 2, next + k - (w' - 1) // 2), which may be negative; then next += 1.
@@ -113,7 +113,8 @@ def mrope_positions(
 
     grids: [t, h, w] in patches, one per item, images and clips together in prompt order. time_steps: one per
     item, the positions from one temporal patch to the next where that is not 1; positions are rounded down.
-    For Qwen3-Omni seconds of a temporal patch times ``position_id_per_seconds``. centred: Ling's rule, which
+    For clips of Qwen2.5-VL and Qwen3-Omni seconds of a temporal patch times ``tokens_per_second`` and
+    ``position_id_per_seconds``. centred: Ling's rule, which
     has images only.
     Raises InvalidRequest when grids and spans differ in number or in rows, for grids that the merge size
     does not divide, and for clips that are to be centred.

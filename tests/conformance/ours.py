@@ -28,7 +28,8 @@ from encoder_service.ingest.glm import (
 )
 from encoder_service.ingest.moonvit import MoonViTClips, MoonViTPreprocessor, moonvit_indices
 from encoder_service.ingest.preprocessor import Preprocessor
-from encoder_service.ingest.qwen3_omni import OmniClips, omni_indices
+from encoder_service.ingest.qwen2_5_vl import framewise_indices
+from encoder_service.ingest.qwen3_omni import OmniClips
 from encoder_service.ingest.qwen_vl import QwenClips, QwenVLPreprocessor, qwen_indices
 from encoder_service.ingest.settings import (
     MoonViTSettings,
@@ -255,7 +256,7 @@ def answer_frame_indices(asked: Asked) -> Asked:
     source = asked["num_source_frames"], asked["source_fps"]
     if asked["family"] == "qwen3_omni_moe":
         bounds = {name: asked[name] for name in ("fps", "min_frames", "max_frames")}
-        return {"indices": omni_indices(*source, **bounds, temporal=asked["temporal_patch_size"])}
+        return {"indices": framewise_indices(*source, **bounds, temporal=asked["temporal_patch_size"])}
     if asked["family"] in KIMI_RULES:
         return {"indices": moonvit_indices(*source, fps=asked["fps"], max_frames=None)}
     bounds = {name: asked[name] for name in ("fps", "min_frames", "max_frames")}

@@ -35,6 +35,7 @@ ENGINE_CODE = (
     "lm_adapter.engines.vllm.api_server.media",
     "lm_adapter.engines.vllm.api_server.parser",
     "lm_adapter.engines.vllm.api_server.processor",
+    "lm_adapter.engines.vllm.api_server.qwen2_5_vl",
     "lm_adapter.engines.vllm.api_server.qwen3_omni",
     "lm_adapter.engines.vllm.api_server.server",
 )

@@ -39,11 +39,14 @@ else:
 
 FAMILIES = ("qwen3_vl", "qwen3_5", "kimi_k25")
 # Whose requests are as those of one of the families above: images, their tokens, and what is refused.
-FURTHER = ("interns1_pro", "intern_s2_preview", "qwen3_omni_moe", "kimi_vl", "glm4v", "glm_ocr", "ling_vl")
+FURTHER = (
+    *("interns1_pro", "intern_s2_preview", "qwen3_omni_moe", "kimi_vl", "glm4v", "glm_ocr", "ling_vl"),
+    "qwen2_5_vl",
+)
 DTYPES = {
     **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "interns1_pro", "qwen3_omni_moe", "kimi_vl"), "float32"),
     **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "intern_s2_preview", "kimi_k25", "ling_vl"), "bfloat16"),
-    **dict.fromkeys(("glm4v", "glm_ocr"), "float32"),
+    **dict.fromkeys(("glm4v", "glm_ocr", "qwen2_5_vl"), "float32"),
 }
 # Of the engine: published configurations with code of their own; a checkpoint without an audio tower.
 ENGINE_OPTIONS: dict[str, dict[str, Any]] = {

@@ -1,4 +1,4 @@
-"""A Qwen2.5-VL checkpoint: a model whose tower is near to Qwen3-VL's, and not served."""
+"""A Qwen2-VL checkpoint: a model whose tower is near to Qwen3-VL's, and not served."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from bench.harness.reference import import_reference
 from encoder_service.checkpoints.synthetic import make_checkpoint
 
-ARCHITECTURE = "Qwen2_5_VLForConditionalGeneration"
+ARCHITECTURE = "Qwen2VLForConditionalGeneration"
 WEIGHTS = ("config.json", "model*.safetensors*", "video_preprocessor_config.json", "chat_template.json")
 
 
@@ -20,7 +20,7 @@ def write_near_checkpoint(out: Path) -> Path:
         for path in out.glob(pattern):
             path.unlink()
     transformers = import_reference()
-    config = transformers.Qwen2_5_VLConfig(
+    config = transformers.Qwen2VLConfig(
         text_config={
             "hidden_size": 64,
             "intermediate_size": 128,
@@ -30,18 +30,11 @@ def write_near_checkpoint(out: Path) -> Path:
             "rope_parameters": {"mrope_section": [4, 6, 6], "rope_theta": 1e6, "rope_type": "default"},
             "vocab_size": ids["text_config"]["vocab_size"],
         },
-        vision_config={
-            "depth": 2,
-            "fullatt_block_indexes": [1],
-            "hidden_size": 64,
-            "intermediate_size": 128,
-            "num_heads": 2,
-            "out_hidden_size": 64,
-        },
+        vision_config={"depth": 2, "embed_dim": 64, "hidden_size": 64, "mlp_ratio": 2, "num_heads": 2},
         **{name: ids[name] for name in ids if name.endswith("token_id")},
     )
     getattr(transformers, ARCHITECTURE)(config).save_pretrained(out)
     settings = json.loads((out / "preprocessor_config.json").read_text())
-    settings |= {"patch_size": 14, "processor_class": "Qwen2_5_VLProcessor"}
+    settings |= {"patch_size": 14, "processor_class": "Qwen2VLProcessor"}
     (out / "preprocessor_config.json").write_text(json.dumps(settings))
     return out

@@ -34,7 +34,7 @@ from tests.engines.stack import Stack, chat_body, figures_of, metric
 pytestmark = pytest.mark.timeout(600)
 with_clips = pytest.mark.parametrize(
     "family",
-    ["qwen3_vl", pytest.param("qwen3_5", marks=pytest.mark.extended)],
+    ["qwen3_vl", *(pytest.param(name, marks=pytest.mark.extended) for name in ("qwen3_5", "qwen2_5_vl"))],
     indirect=True,
     scope="session",
 )
@@ -106,7 +106,10 @@ def test_processor_options_of_a_request(
 
 @pytest.mark.parametrize(
     "family",
-    ["qwen3_vl", *(pytest.param(name, marks=pytest.mark.extended) for name in ("qwen3_5", *GLM))],
+    [
+        "qwen3_vl",
+        *(pytest.param(name, marks=pytest.mark.extended) for name in ("qwen3_5", "qwen2_5_vl", *GLM)),
+    ],
     indirect=True,
     scope="session",
 )

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda:0")
 FAMILIES = (
     *("qwen3_vl", "kimi_k25", "qwen3_omni_moe", "interns1_pro", "kimi_k3", "glm4v", "glm5_next"),
-    "ling_vl",
+    *("ling_vl", "qwen2_5_vl"),
 )
 MAX_PATCHES = 2048
 MAX_FRAMES = 4

@@ -34,9 +34,11 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::Deprec
 
 
 @cache
-def qwen_reference(low: int = 65536, high: int = 16777216, clip: bool = False) -> Any:
+def qwen_reference(low: int = 65536, high: int = 16777216, clip: bool = False, patch_size: int = 16) -> Any:
     return import_reference().Qwen2VLImageProcessor(
-        size={"shortest_edge": low, "longest_edge": high}, patch_size=16, **(CLIP if clip else HALF)
+        size={"shortest_edge": low, "longest_edge": high},
+        patch_size=patch_size,
+        **(CLIP if clip else HALF),
     )
 
 
@@ -113,7 +115,7 @@ def check(
 def random_sides(family: str, count: int) -> list[tuple[int, int]]:
     """Sizes of all kinds: plain, around multiples of a block, strips, tiny."""
     rng = random.Random(family)
-    block = 32 if family.startswith("qwen") else 28
+    block = 32 if family.startswith("qwen3") else 28
     sizes = []
     size: Sequence[int]
     for _ in range(count):
@@ -139,10 +141,13 @@ SPECIAL = [
 ]  # fmt: skip
 
 
-def test_qwen_on_random_sizes(saved: Callable[[Any, str], Preprocessor]) -> None:
-    reference = qwen_reference(4096, 100_000)
-    preprocessor = saved(reference, "qwen3_vl")
-    for height, width in random_sides("qwen3_vl", NUM_RANDOM) + SPECIAL:
+@pytest.mark.parametrize(("family", "patch_size"), [("qwen3_vl", 16), ("qwen2_5_vl", 14)])
+def test_qwen_on_random_sizes(
+    family: str, patch_size: int, saved: Callable[[Any, str], Preprocessor]
+) -> None:
+    reference = qwen_reference(4096, 100_000, clip=patch_size == 14, patch_size=patch_size)
+    preprocessor = saved(reference, family)
+    for height, width in random_sides(family, NUM_RANDOM) + SPECIAL:
         check(preprocessor, reference, picture(height, width))
 
 

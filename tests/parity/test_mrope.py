@@ -6,6 +6,7 @@ The reference computes whole prompts only: a part is compared with its place in 
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -20,6 +21,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from bench.harness.reference import import_reference
+from encoder_service.checkpoints.synthetic import config_for
+from encoder_service.ingest.qwen2_5_vl import Qwen25Clips
+from encoder_service.ingest.settings import Normalisation, QwenVideoSettings, QwenVLSettings
+from encoder_service.ingest.video.source import ClipHeader, ClipLimits
+from encoder_service.types import PreprocessOptions
+from lm_adapter.engines.shared.checkpoint import vision_interface
 from lm_adapter.items import Modality
 from lm_adapter.prefill.mrope import MRopePositions, batch_positions, mrope_positions
 from lm_adapter.prefill.placeholders import ExpandedPrompt, PromptItem, expand_placeholders, prompt_item
@@ -240,3 +247,42 @@ def test_clips_of_qwen3_omni_advance_in_time(fps: float, grid: Grid) -> None:
     )
     np.testing.assert_array_equal(found.prompt, expected[:, 0].numpy().astype(np.int64))
     assert found.delta == int(delta)
+
+
+@pytest.mark.parametrize(("num_frames", "fps"), [(43, 15.0), (300, 24000 / 1001), (9, 30.0), (1200, 25.0)])
+def test_clips_of_qwen2_5_advance_by_the_seconds_of_the_frames_taken(num_frames: int, fps: float) -> None:
+    """From the frames that the encoder takes to positions; two are a second. The reference goes on behind a
+    clip by its sides alone, which is the same where they are longer than its time."""
+    import_reference()
+    from transformers.video_utils import VideoMetadata
+
+    module = importlib.import_module("transformers.models.qwen2_5_vl.modeling_qwen2_5_vl")
+    config = config_for("qwen2_5_vl", "tiny")
+    interface = vision_interface(config)
+    images = QwenVLSettings(14, 2, 2, 3136, 12845056, Normalisation((0.5,) * 3, (0.5,) * 3, 1 / 255))
+    settings = QwenVideoSettings(3136, 12845056, 2.0, 4, 768, 768, cap_pixels_per_frame=False)
+    header = ClipHeader(num_frames, fps, 28, 28)
+    plan = Qwen25Clips(settings, images, ClipLimits()).plan(header, PreprocessOptions())
+    metadata = VideoMetadata(total_num_frames=num_frames, fps=fps, frames_indices=list(plan.indices))
+    seconds = torch.tensor([2 / metadata.sampled_fps])
+    image, clip = (1, 6, 4), (plan.grid.t, 4, 4 * math.ceil(seconds * plan.grid.t + 1))
+    model = SimpleNamespace(config=SimpleNamespace(vision_config=SimpleNamespace(**config["vision_config"])))
+    kind = module.Qwen2_5_VLModel
+    model.get_vision_position_ids = kind.get_vision_position_ids.__get__(model)
+    items = [interface.prompt_item(image, Modality.IMAGE), interface.prompt_item(clip, Modality.VIDEO)]
+    placeholders = interface.placeholder_ids
+    prompt = expand_placeholders([1, placeholders[0], 5, 7, placeholders[1], 5, 9], items, placeholders)
+    steps = [1.0, interface.time_step(plan.timestamps_s)]
+    found = mrope_positions(prompt, [image, clip], merge_size=MERGE, time_steps=steps)
+    ids = torch.from_numpy(prompt.ids)[None]
+    expected, delta = kind.get_rope_index(
+        model,
+        ids,
+        mm_token_type_ids=(ids == placeholders[0]).int() + 2 * (ids == placeholders[1]).int(),
+        image_grid_thw=torch.tensor([image]),
+        video_grid_thw=torch.tensor([clip]),
+        second_per_grid_ts=seconds,
+    )
+    np.testing.assert_array_equal(found.prompt, expected[:, 0].numpy())
+    assert found.delta == int(delta)
+    assert steps[1] == float(seconds) * 2

@@ -159,6 +159,13 @@ VARIANTS: dict[str, Callable[[], dict[str, Any]]] = {
     "glm5_next-64": lambda: config_with(
         "glm5_next", "small", {"hidden_size": 128, "num_heads": 2, "depth": 4, "out_hidden_size": 192}
     ),
+    "qwen2_5_vl-tiny": lambda: config_with("qwen2_5_vl", "tiny", {}),
+    # Qwen2.5-VL: 1280 wide, 16 heads of 80, 32 deep, every eighth block attends within the whole frame.
+    "qwen2_5_vl-80": lambda: config_with(
+        "qwen2_5_vl",
+        "small",
+        {"hidden_size": 160, "num_heads": 2, "intermediate_size": 428, "out_hidden_size": 256},
+    ),
 }
 
 BATCHES: dict[str, list[Grid]] = {

@@ -16,6 +16,7 @@ import torch
 from bench.harness.reference import import_reference
 from encoder_service.ingest.decode import DecodeLimits
 from encoder_service.ingest.preprocessor import Preprocessor
+from encoder_service.ingest.qwen2_5_vl import Qwen25Clips
 from encoder_service.ingest.registry import load_preprocessor
 from encoder_service.ingest.video.clip import Clip
 from encoder_service.ingest.video.source import ClipHeader
@@ -26,13 +27,14 @@ LIMITS = DecodeLimits(max_encoded_bytes=1 << 28, max_image_pixels=1 << 26)
 HALF = {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}
 # Small budgets, so that all of their branches are met with small pictures.
 QWEN_SIZE = {"shortest_edge": 4 * 32 * 32, "longest_edge": 40 * 32 * 32}
+FRAME_SIZE = {"shortest_edge": 4 * 28 * 28, "longest_edge": 20 * 28 * 28}
 GLM_SIZE = {"shortest_edge": 4 * 28 * 28, "longest_edge": 60 * 28 * 28}
 GLM_CLIPS = {
     "glm4v": "Glm4vVideoProcessor",
     "glm_ocr": "Glm46VVideoProcessor",
     "glm5_next": "Glm5NextVideoProcessor",
 }
-FAMILIES = ("qwen3_vl", "qwen3_5", "kimi_k25", *GLM_CLIPS)
+FAMILIES = ("qwen3_vl", "qwen3_5", "kimi_k25", *GLM_CLIPS, "qwen2_5_vl")
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 
@@ -51,6 +53,8 @@ def reference_of(family: str) -> Any:
             {"min_image_tokens": 16, "max_image_tokens": 90} if family == "glm5_next" else {"size": GLM_SIZE}
         )
         return getattr(transformers, GLM_CLIPS[family])(**limits)
+    if family == "qwen2_5_vl":
+        return transformers.Qwen2VLVideoProcessor(size=FRAME_SIZE, fps=2, do_sample_frames=True, **HALF)
     return transformers.Qwen3VLVideoProcessor(size=QWEN_SIZE, **HALF)
 
 
@@ -76,7 +80,8 @@ def save(folder: Path, family: str, reference: Any) -> None:
     elif family in GLM_CLIPS:
         getattr(transformers, GLM_CLIPS[family].replace("Video", "Image"))().save_pretrained(folder)
     else:
-        transformers.Qwen2VLImageProcessor(patch_size=16, **HALF).save_pretrained(folder)
+        patch_size = reference.patch_size
+        transformers.Qwen2VLImageProcessor(patch_size=patch_size, **HALF).save_pretrained(folder)
     reference.save_pretrained(folder)
 
 
@@ -119,6 +124,9 @@ def check(clip: Clip, preprocessor: Preprocessor, expected: tuple[torch.Tensor, 
     expected_s = metadata.timestamps
     if any(isinstance(time_s, torch.Tensor) for time_s in expected_s):  # 5.17 has Kimi's in float32
         expected_s = pytest.approx([float(time_s) for time_s in expected_s], rel=1e-6)
+    if isinstance(preprocessor.clips, Qwen25Clips):
+        # Positions are of the rate.
+        expected_s = [index / metadata.sampled_fps for index in range(len(metadata.frames_indices))]
     assert list(plan.timestamps_s) == expected_s
     if plan.chunk_grids:
         assert list(plan.chunk_grids) == grids == pieces
@@ -194,7 +202,7 @@ def test_arrays_of_any_length_rate_and_size(
         limits["max_pixels"] += limits["min_pixels"] if len(names) == 2 else 0
         options |= {name: limits[name] for name in names}
         edges = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
-        overrides["size"] = QWEN_SIZE | {edges[name]: limits[name] for name in names}
+        overrides["size"] = dict(reference_of(family).size) | {edges[name]: limits[name] for name in names}
     ours(family).check_options(Modality.VIDEO, PreprocessOptions(**options))
     frames = np.random.default_rng(seed).integers(0, 256, (num_frames, height, width, 3), dtype=np.uint8)
     clip = open_clip(ours(family), FrameArray(torch.from_numpy(frames), fps), **options)

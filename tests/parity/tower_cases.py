@@ -64,7 +64,7 @@ def config_with(family: str, size: str, vision: dict[str, Any], **top: Any) -> d
     section["vision_config"] |= vision
     out_width = vision.get("out_hidden_size", vision.get("text_hidden_size"))
     if out_width is not None:
-        section["text_config"]["hidden_size"] = out_width
+        section.get("text_config", section)["hidden_size"] = out_width
     return config
 
 

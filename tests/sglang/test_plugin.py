@@ -546,3 +546,23 @@ def test_glms_tokens_are_those_of_transformers(glm: str, tmp_path: Path, images:
             assert not sent or reference.needs_rows(prompt_text, sent)
         refused = server.generate(f"{image}What?", images[:1], video_data=["data:video/mp4;base64,AAAA"])
         assert refused.status_code == 400
+
+
+@pytest.mark.extended
+def test_tokens_of_qwen2_5_are_those_of_transformers(tmp_path: Path, images: list[bytes]) -> None:
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", "qwen2_5_vl")
+    reference = Reference(checkpoint)
+    test_grids_are_the_processors_own(checkpoint)
+    with (
+        running_encoder(checkpoint, tmp_path) as encoder,
+        Sglang(checkpoint, tmp_path, LANGUAGE_MODEL, plugin_variables(encoder.target)) as server,
+    ):
+        assert "is built without a vision tower" in server.log
+        for parts, sent in (
+            (("What is a wave?",), []),
+            ((IMAGE, "What is it?"), images[:1]),
+            (("First ", IMAGE, " then ", IMAGE), images[1:]),
+        ):
+            prompt_text = prompt(*parts)
+            assert server.tokens(prompt_text, sent) == reference.tokens(prompt_text, sent)
+            assert not sent or reference.needs_rows(prompt_text, sent)

@@ -13,7 +13,7 @@ from importlib.resources import files
 from typing import Any
 
 from encoder_service.checkpoints.families import FAMILIES
-from encoder_service.checkpoints.synthetic import glm, kimi, ling, qwen
+from encoder_service.checkpoints.synthetic import glm, kimi, ling, qwen, qwen2_5
 from encoder_service.checkpoints.synthetic.family import SyntheticFamily
 from encoder_service.checkpoints.synthetic.tokens import (
     added_tokens_decoder,
@@ -39,6 +39,7 @@ SYNTHETIC: Mapping[str, SyntheticFamily] = {
     "glm_ocr": glm.GLM_OCR,
     "glm5_next": glm.GLM5_NEXT,
     "ling_vl": ling.LING_VL,
+    "qwen2_5_vl": qwen2_5.QWEN2_5_VL,
 }
 # With ``--with-lm``.
 WITH_LANGUAGE_MODEL: tuple[str, ...] = tuple(name for name in FAMILIES if SYNTHETIC[name].language)

@@ -118,7 +118,7 @@ def _vision_tensor(name: str, tensor: PublishedTensor, residual_gain: float) -> 
 
 def language_layout(config: dict[str, Any], language: LanguageTensors) -> Iterator[TensorSpec]:
     """Every language-model tensor of a synthetic ``config.json``, in the order of the forward pass."""
-    text = config.get("thinker_config", config)["text_config"]
+    text = config.get("thinker_config", config).get("text_config", config)
     root, head, norm_mean, own_layer, embeddings = language
     width, vocab_size = text["hidden_size"], text["vocab_size"]
     yield TensorSpec(f"{root}.{embeddings}.weight", (vocab_size, width), 0.0, EMBEDDING_STD)

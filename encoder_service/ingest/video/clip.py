@@ -118,6 +118,11 @@ class ClipRules(abc.ABC):
     def depth(self, num_frames: int) -> int:
         """Number of patches along time for num_frames frames."""
 
+    def times_s(self, indices: Sequence[int], header: ClipHeader) -> tuple[float, ...]:
+        """The timestamps of sampled frames: the index divided by the source's rate, as
+        ``VideoMetadata.timestamps`` of the reference."""
+        return timestamps_of(indices, header.fps)
+
     def check_options(self, options: PreprocessOptions) -> None:
         """Raises InvalidOption for a value out of bounds. Expects only overrides named in ``options``."""
         bounds = {"fps": MAX_FPS, "min_frames": self.limits.max_frames, "max_frames": self.limits.max_frames}
@@ -153,12 +158,11 @@ class ClipRules(abc.ABC):
         self, header: ClipHeader, options: PreprocessOptions, timestamps_s: Sequence[float] | None = None
     ) -> ClipPlan:
         """The plan of a clip. timestamps_s: one per frame for a clip that is already sampled, of which all
-        frames are used. Otherwise the family samples, and a frame's timestamp is its index divided by the
-        source's rate (``VideoMetadata.timestamps`` of the reference). Raises ClipTooLarge,
+        frames are used. Otherwise the family samples and states the times. Raises ClipTooLarge,
         AspectRatioExceeded."""
         if timestamps_s is None:
             indices = self.sample(header, options)
-            timestamps_s = timestamps_of(indices, header.fps)
+            timestamps_s = self.times_s(indices, header)
         else:
             indices = list(range(header.num_frames))
         if len(indices) > self.limits.max_frames:

@@ -32,6 +32,7 @@ SERVED: Mapping[str, str] = {
     "GlmOcrForConditionalGeneration": "glm_ocr",
     "Glm5NextForConditionalGeneration": "glm5_next",
     "BailingMoeV3VLForConditionalGeneration": "bailing_mm_v3",
+    "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl",
 }
 """A model's class -> its module in ``sglang.srt.models``. Intern-S1-Pro is not among them: SGLang 0.5.23
 cannot build its class (``InternS1ProTextDecoderLayer`` does not take ``start_layer``)."""
@@ -46,6 +47,7 @@ TOWERS: Mapping[str, tuple[str, ...]] = {
     "glm_ocr": ("GlmOcrVisionModel",),
     "glm5_next": ("Glm5NextVisionModel",),
     "bailing_mm_v3": ("Qwen3VLMoeVisionModel",),
+    "qwen2_5_vl": ("Qwen2_5_VisionTransformer",),
 }
 """Module -> the names in it by which constructors of models find their tower."""
 PROJECTORS = ("linear_proj",)

@@ -13,14 +13,19 @@ from typing import Any, NamedTuple
 
 from lm_adapter.errors import InvalidRequest
 from lm_adapter.items import Modality
+from lm_adapter.prefill.clip_texts import qwen_patch_distance_s
 from lm_adapter.prefill.placeholders import PromptItem, prompt_item
+
+# What transformers takes where a config.json of Qwen2.5-VL states none; all published ones state 2.
+TOKENS_PER_SECOND = 4
 
 
 class _Family(NamedTuple):
     """name: the tower's family, as the encoder names it. merges_time: an item's frames are averaged into one
     set of rows. uses_mrope: positions have three axes. has_timestamps: a clip's frames have texts between
     them. section: of config.json, that states what the file states of other models. has_image_frames: the
-    frames of a clip have the placeholder of images. centres_images: as ``centred`` of ``mrope_positions``."""
+    frames of a clip have the placeholder of images. centres_images: as ``centred`` of ``mrope_positions``.
+    uses_seconds: the time axis of a clip is of seconds, see ``VisionInterface.time_step``."""
 
     name: str
     merges_time: bool = False
@@ -30,6 +35,7 @@ class _Family(NamedTuple):
     section: str = ""
     has_image_frames: bool = False
     centres_images: bool = False
+    uses_seconds: bool = False
 
 
 _FAMILIES = {
@@ -52,6 +58,7 @@ _FAMILIES = {
     "glm_ocr": _Family("glm_ocr", has_image_frames=True),
     "glm5_next": _Family("glm5_next", uses_mrope=False, has_image_frames=True),
     "bailing_moe_v3_vl": _Family("ling_vl", centres_images=True),
+    "qwen2_5_vl": _Family("qwen2_5_vl", has_timestamps=False, uses_seconds=True),
 }
 """By config.json's model_type."""
 
@@ -59,7 +66,7 @@ _FAMILIES = {
 @dataclass(frozen=True)
 class VisionInterface:
     """What the language model must know about the tower: placeholder ids, geometry, deepstack levels. family:
-    as in ``ModelInfo``."""
+    as in ``ModelInfo``. positions_per_second: of clips; None where their time axis counts patches."""
 
     model_type: str
     family: str
@@ -71,6 +78,7 @@ class VisionInterface:
     num_deepstack_levels: int
     has_timestamps: bool = True
     centres_images: bool = False
+    positions_per_second: float | None = None
 
     @property
     def placeholder_ids(self) -> tuple[int, int]:
@@ -86,6 +94,14 @@ class VisionInterface:
             merges_time=self.merges_time,
             has_timestamps=self.has_timestamps,
         )
+
+    def time_step(self, timestamps_s: Sequence[float]) -> float:
+        """Positions from one temporal patch of a clip to the next, one of ``time_steps`` of
+        ``mrope_positions``. timestamps_s: from the clip's result. Raises InvalidRequest as
+        ``qwen_patch_distance_s``."""
+        if self.positions_per_second is None:
+            return 1.0
+        return qwen_patch_distance_s(timestamps_s) * self.positions_per_second
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -136,4 +152,7 @@ def vision_interface(config: Mapping[str, Any]) -> VisionInterface:
         num_deepstack_levels=len(levels),
         has_timestamps=family.has_timestamps,
         centres_images=family.centres_images,
+        positions_per_second=vision.get("tokens_per_second", TOKENS_PER_SECOND)
+        if family.uses_seconds
+        else None,
     )

@@ -109,6 +109,13 @@ CALLED: Mapping[str, tuple[str, ...]] = {
         *("KimiVLForConditionalGeneration", "KimiVLMultiModalProcessor"),
         *("KimiVLProcessingInfo.get_hf_config()", "KimiVLProcessingInfo.image_token_id"),
     ),
+    f"{MODELS}.qwen2_5_vl": (
+        *("Qwen2_5_VLForConditionalGeneration", "Qwen2_5_VLProcessingInfo.get_hf_config()"),
+        "Qwen2_5_VLProcessingInfo.get_image_processor()",
+        "Qwen2_5_VLProcessingInfo._get_vision_info"
+        "(image_width, image_height, image_processor, mm_kwargs, modality)",
+        "Qwen2_5_VLProcessingInfo._merge_and_resolve_mm_processor_kwargs(mm_kwargs)",
+    ),
     f"{MODELS}.qwen3_5": (
         *("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"),
         *("Qwen3_5ProcessingInfo", "Qwen3_5MoeProcessingInfo"),
@@ -237,6 +244,14 @@ OVERRIDDEN: Mapping[str, tuple[str, ...]] = {
         "KimiVLDummyInputsBuilder.get_dummy_text(mm_counts)",
         "KimiVLForConditionalGeneration.embed_multimodal(kwargs)",
         "KimiVLProcessingInfo.get_data_parser()",
+    ),
+    f"{MODELS}.qwen2_5_vl": (
+        "Qwen2_5_VLDummyInputsBuilder._get_dummy_images(width, height, num_images, overrides)",
+        "Qwen2_5_VLDummyInputsBuilder._get_dummy_videos(width, height, num_frames, num_videos, overrides)",
+        "Qwen2_5_VLForConditionalGeneration.embed_multimodal(kwargs)",
+        "Qwen2_5_VLMultiModalProcessor._apply_hf_processor_main(mm_items, hf_kwargs)",
+        "Qwen2_5_VLMultiModalProcessor._get_mm_fields_config(hf_inputs, hf_processor_mm_kwargs)",
+        "Qwen2_5_VLProcessingInfo.get_data_parser()",
     ),
     f"{MODELS}.qwen3_5": ("Qwen3_5ForConditionalGeneration.embed_multimodal(kwargs)",),
     f"{MODELS}.qwen3_omni_moe_thinker": (

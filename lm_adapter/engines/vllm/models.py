@@ -50,6 +50,7 @@ ARCHITECTURES = {
     "GlmOcrForConditionalGeneration": Model("glm_ocr", "glm"),
     "Glm5NextForConditionalGeneration": Model("vllm.models.glm5next", "glm"),
     "BailingMoeV3VLForConditionalGeneration": Model("bailing_moe_v3_vl", "ling"),
+    "Qwen2_5_VLForConditionalGeneration": Model("qwen2_5_vl", "qwen2_5_vl"),
 }
 """By architecture. The class here has the architecture's name."""
 

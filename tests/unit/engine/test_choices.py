@@ -12,13 +12,16 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
+from encoder_service.checkpoints.synthetic import make_checkpoint
 from encoder_service.engine import choices
 from encoder_service.engine.choices import COMPILED, ChoicesFile, copy_kept, keep_compiled, kept_folder
 from encoder_service.engine.fast_path import KernelSelections, choose_kernels
+from encoder_service.scheduler.buckets import Bucket, BucketLadder
+from encoder_service.towers import load_tower
 from encoder_service.towers.attention import SdpaAttention, SequenceBounds
 from encoder_service.towers.attention.cases import PackedBatch, attention_selection
 from encoder_service.towers.gemm import STEPS
-from encoder_service.towers.layers import BlockShape
+from encoder_service.towers.layers import BlockShape, PlainTower
 
 BATCHES = [PackedBatch((20, 5), 32, 4, 32), PackedBatch((40,), 64, 4, 64)]
 BLOCK = BlockShape(16, 32, 2, 8, 1e4, "blocked")
@@ -88,6 +91,20 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
 def test_p45_a_later_start_measures_nothing(start: Start) -> None:
     assert start() == ({"fast"}, 4)
     assert start() == ({"fast"}, 0)
+
+
+def test_attention_within_windows_is_measured_too(tmp_path: Path) -> None:
+    """A kernel that is fast on whole images may waste most of its tiles on windows."""
+    cases = {}
+    for family in ("qwen3_vl", "qwen2_5_vl"):
+        make_checkpoint(tmp_path / family, family, "tiny", 3)
+        tower = load_tower(tmp_path / family, device=CPU, dtype=torch.float32).tower
+        assert isinstance(tower, PlainTower)
+        ladder = BucketLadder((Bucket(1024, 4, 256, 1), Bucket(1024, 4, 1024, 1)))
+        selections = KernelSelections.of(tower, [Attention("only")], ladder, deterministic=True)
+        cases[family] = {case.shape for case in selections.attention.cases}
+    assert cases["qwen3_vl"] == {(1024, 256), (1024, 1024)}
+    assert cases["qwen2_5_vl"] == cases["qwen3_vl"] | {(1024, 64)}
 
 
 @pytest.mark.parametrize("name", ["device", "driver", "versions"])

@@ -78,7 +78,8 @@ class ReplayingRunner(GraphRunner):
     """Replays the forward pass of every bucket."""
 
     def capture_in(self, tower: PoolTower) -> None:
-        for bucket, inputs in self._inputs.items():
+        for bucket in self.ladder.buckets:
+            inputs = self._static(self._filled(bucket))
             self._graphs[bucket] = Captured(Replay(partial(tower, inputs)), tower.pool)  # type: ignore[arg-type]
 
 

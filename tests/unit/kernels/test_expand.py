@@ -13,6 +13,7 @@ from encoder_service.scheduler.buckets import Bucket
 from encoder_service.towers.fused_inputs import FusedInputBuilder, FusedInputs
 from encoder_service.towers.kernels import expand_items
 from encoder_service.towers.kernels.expand import PATCHES_PER_PROGRAM, PatchTables
+from encoder_service.towers.windows import batch_order, patches_of, window_lengths
 from encoder_service.types import Grid
 from tests.unit.towers.host_tables import host_coords, host_frame_index, host_merge
 
@@ -47,12 +48,12 @@ def assert_equal_tables(
     assert tables.coords.dtype == coords.dtype
     assert torch.equal(tables.coords, coords)
     if not merges_time:
-        assert tables[1:] == (None, None, None)
+        assert tables[1:] == (None,) * 5
         return
     num_merged = inputs.num_rows * merge_size**2
     index, weight = host_merge(grids, num_merged, inputs.num_frames, merge_size)
     expected = (host_frame_index(grids, inputs.num_patches), index, weight)
-    for found, table in zip(tables[1:], expected, strict=True):
+    for found, table in zip(tables[1:4], expected, strict=True):
         assert found is not None
         assert found.dtype == table.dtype
         assert torch.equal(found, table)
@@ -99,3 +100,39 @@ def test_tables_beyond_one_program(grids: list[Grid], merges_time: bool, device:
     for given_inputs in (inputs, padded):
         tables = expanded(given_inputs, device, merge_size=2, merges_time=merges_time)
         assert_equal_tables(tables, given_inputs, grids, merge_size=2, merges_time=merges_time)
+
+
+@pytest.mark.parametrize("window", [1, 2, 4])
+def test_window_order_is_the_hosts(window: int, device: torch.device) -> None:
+    """Frames of whole windows, of cut ones and narrower than one, alone and in a bucket, whose padding keeps
+    its places."""
+    grids = [
+        Grid(1, 2, 2),
+        Grid(3, 22, 18),
+        Grid(1, 16, 8),
+        Grid(1, 2, 2 * PATCHES_PER_PROGRAM),
+        Grid(2, 12, 2),
+    ]
+    builder = FusedInputBuilder(lambda grid: None, merge_size=2, merges_time=False, window=window)
+    inputs = builder.prepare(grids)
+    padded = builder.pad(inputs, Bucket(inputs.num_patches + 300, 64, inputs.num_patches, 1))
+    for given_inputs in (inputs, padded):
+        tables = expand_items(
+            given_inputs.items.to(device),
+            given_inputs.num_patches,
+            merge_size=2,
+            merges_time=False,
+            window=window,
+        )
+        assert tables.patch_order is not None
+        assert tables.row_order is not None
+        order = torch.cat(
+            [batch_order(grids, 2, window), torch.arange(inputs.num_rows, given_inputs.num_rows)]
+        )
+        patches = patches_of(order, 2)
+        assert torch.equal(tables.patch_order.cpu(), patches.int())
+        assert torch.equal(tables.row_order.cpu(), order.argsort().int())
+        coords = host_coords(grids, given_inputs.num_patches, 2, merges_time=False)
+        assert torch.equal(tables.coords.cpu(), coords[patches])
+        lengths = given_inputs.windows.cu_seqlens.diff()
+        assert lengths[lengths > 0].tolist() == window_lengths(grids, 2, window).tolist()

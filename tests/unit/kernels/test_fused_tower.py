@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,7 +34,7 @@ NUM_PADDING = 4
 
 # Qwen3-VL's tower is Qwen3.5's with deepstack levels, and so are those of further families; Kimi-VL's is
 # Kimi-K2.5's without time. GLM-5.3-Flash's is GLM-OCR's with a limit in its MLPs.
-QUICK = ("qwen3_vl", "kimi_k25", "kimi_k3", "glm4v", "glm5_next")
+QUICK = ("qwen3_vl", "kimi_k25", "kimi_k3", "glm4v", "glm5_next", "qwen2_5_vl")
 
 
 @pytest.fixture(
@@ -67,6 +68,10 @@ def pixels_for(tower: Any, grids: list[Grid]) -> torch.Tensor:
 def test_p29_p31_rows_equal_the_plain_towers_alone_and_in_a_padded_bucket(
     plain: Any, grids: list[Grid]
 ) -> None:
+    check_rows(plain, grids)
+
+
+def check_rows(plain: Any, grids: list[Grid]) -> None:
     fused = FusedTower(plain, Choices({(64, 64): SdpaAttention()}))
     pixels = pixels_for(plain, grids)
     expected = rows_of(plain, grids, pixels)
@@ -82,6 +87,15 @@ def test_p29_p31_rows_equal_the_plain_towers_alone_and_in_a_padded_bucket(
     report(f"padded {fused.family}", figures)
     assert figures.relative < 1e-5
     assert errors(alone, rows[: fused.num_rows(first)]).relative < 2e-6
+
+
+def test_rows_of_frames_of_several_windows_equal_the_plain_towers(
+    tmp_path: Path, device: torch.device
+) -> None:
+    """Whole windows, cut ones, one merge wide and high, in images and clips."""
+    make_checkpoint(tmp_path / "windows", "qwen2_5_vl", "tiny", 3)
+    plain = load_tower(tmp_path / "windows", device=device, dtype=torch.float32).tower
+    check_rows(plain, [Grid(1, 10, 4), Grid(2, 2, 12), Grid(1, 2, 2)])
 
 
 @pytest.mark.extended

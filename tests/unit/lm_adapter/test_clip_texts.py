@@ -14,6 +14,7 @@ from lm_adapter.prefill.clip_texts import (
     glm_patch_times,
     kimi_chunk_texts,
     qwen_frame_texts,
+    qwen_patch_distance_s,
     qwen_patch_times,
 )
 
@@ -21,6 +22,13 @@ from lm_adapter.prefill.clip_texts import (
 def test_patches_and_chunks_of_other_sizes() -> None:
     assert qwen_patch_times([0.0, 1.0, 2.0, 3.0, 4.0], temporal_patch_size=4) == [1.5, 4.0]
     assert kimi_chunk_texts([1.0, 2.0, 3.0], chunk_frames=2) == ["00:00:01.000", "00:00:03.000"]
+
+
+def test_patches_of_qwen2_5_are_as_far_apart_as_their_frames_on_average() -> None:
+    assert qwen_patch_distance_s([3.0]) == 1.0
+    assert qwen_patch_distance_s([1.0, 1.5, 2.0, 2.5, 3.0]) == 1.0
+    # Times that a caller states of frames it has taken itself.
+    assert qwen_patch_distance_s([0.0, 0.4, 1.0, 1.5]) == 1.0
 
 
 def test_glm_has_the_first_time_of_each_patch() -> None:
@@ -47,6 +55,6 @@ def test_p08_times_are_never_narrower_than_a_double() -> None:
 
 @pytest.mark.parametrize("times", [[], [-0.1], [math.nan], [math.inf], [1.0, 0.5]])
 def test_times_that_cannot_be_are_refused(times: list[float]) -> None:
-    for texts in (qwen_frame_texts, kimi_chunk_texts, glm_frame_texts):
+    for texts in (qwen_frame_texts, kimi_chunk_texts, glm_frame_texts, qwen_patch_distance_s):
         with pytest.raises(InvalidRequest):
             texts(times)

@@ -47,11 +47,11 @@ def test_both_spellings_of_kimis_sizes_mean_the_same(size: str) -> None:
     assert parse_config(kimi_in_reference_spelling(size)) == parse_config(config_for("kimi_k25", size))
 
 
-# Qwen2.5-VL, Qwen2-VL, Qwen2.5-Omni, Qwen3.8-2.4T-A95B (text), Intern-S1, Kimi-Linear, InternVL.
+# Qwen2-VL, Qwen2.5-Omni, Qwen3.8-2.4T-A95B (text), Intern-S1, Kimi-Linear, InternVL.
 @pytest.mark.parametrize(
     "model_type",
     [
-        *("qwen2_5_vl", "qwen2_vl", "qwen2_5_omni", "qwen3_5_moe_text"),
+        *("qwen2_vl", "qwen2_5_omni", "qwen3_5_moe_text"),
         *("interns1", "kimi_linear", "internvl_chat"),
     ],
 )
@@ -93,6 +93,15 @@ def test_qwen3_omnis_sizes_are_those_of_its_thinker() -> None:
     with pytest.raises(UnsupportedCheckpoint, match=r"are 64 wide, text_config\.hidden_size is 96"):
         parse_config(config)
     assert stated_dtype(config) == "bfloat16"
+
+
+def test_qwen2_5_vl_32b_leaves_out_what_is_the_same_in_all() -> None:
+    published = config_for("qwen2_5_vl", "full")
+    names = ("depth", "num_heads", "patch_size", "spatial_merge_size", "temporal_patch_size", "window_size")
+    short = copy.deepcopy(published)
+    for name in (*names, "fullatt_block_indexes"):
+        del short["vision_config"][name]
+    assert parse_config(short) == parse_config(published)
 
 
 def test_kimi_vl_leaves_its_position_table_to_a_default() -> None:
@@ -165,6 +174,10 @@ def test_rope_theta_and_projector_eps_come_from_the_file() -> None:
         ("glm4v", ".attention_bias", True, "attention_bias = True, needs False"),
         ("glm4v", ".image_size", 225, "image_size = 225, needs a whole multiple of patch_size"),
         ("glm4v", ".out_hidden_size", 96, "are 96 wide, text_config.hidden_size is 64"),
+        ("qwen2_5_vl", ".hidden_act", "gelu", "hidden_act = 'gelu', needs 'silu'"),
+        ("qwen2_5_vl", ".window_size", 27, "window_size = 27, needs at least 28: one merge"),
+        ("qwen2_5_vl", ".fullatt_block_indexes", [1, 4], "ascending block numbers below depth 4"),
+        ("qwen2_5_vl", ".out_hidden_size", 96, "are 96 wide, hidden_size is 64"),
         ("glm_ocr", ".attention_bias", False, "attention_bias = False, needs True"),
         ("glm_ocr", ".rms_norm_eps", None, "lacks rms_norm_eps"),
         ("glm5_next", ".projection_intermediate_size", None, "lacks projection_intermediate_size"),

@@ -1,10 +1,10 @@
 """vLLM's processors for undecoded files: grid, placeholders, and the file in the request.
 
 Owns what replaces the reference processor and the dummy inputs, for Qwen3-VL and the models with its
-processor; ``kimi``, ``qwen3_omni`` and ``glm`` have the same for their models. vLLM's own code computes an
-image's grid from its header, as in the reference; the scheduler compares it with the encoder's. A clip's grid
-is in the encoder's answer. vLLM's own code makes the tokens between a clip's frames, and prepares pixels that
-the client has decoded.
+processor; ``kimi``, ``qwen3_omni``, ``qwen2_5_vl`` and ``glm`` have the same for their models. vLLM's own
+code computes an image's grid from its header, as in the reference; the scheduler compares it with the
+encoder's. A clip's grid is in the encoder's answer. vLLM's own code makes the tokens between a clip's frames,
+and prepares pixels that the client has decoded.
 """
 
 from __future__ import annotations
@@ -156,15 +156,22 @@ class FileProcessing:
         if isinstance(clip, Decoded):
             prepared = self._prepared({"video": VideoProcessorItems([clip.media])}, hf_kwargs)
             grid = Grid(*prepared["video_grid_thw"][0].tolist())
-            # GLM's processor makes the texts of the metadata, not of a field.
-            times_s = list(map(float, prepared.get("timestamps", [()])[0]))
-            return list(grid), times_s, pixel_tensor(prepared["pixel_values_videos"], grid, Modality.VIDEO)
+            return (
+                list(grid),
+                self._times_s(prepared),
+                pixel_tensor(prepared["pixel_values_videos"], grid, Modality.VIDEO),
+            )
         self._check_clip_options(hf_kwargs)
         return (
             list(clip.grid),
             list(clip.patch_times_s),
             file_tensor(clip, Modality.VIDEO, clip.options),
         )
+
+    def _times_s(self, prepared: BatchFeature) -> list[float]:
+        """Times of the temporal patches of one clip that vLLM has prepared. GLM's processor makes the texts
+        of the metadata, not of a field."""
+        return list(map(float, prepared.get("timestamps", [()])[0]))
 
     def _prepared(self, items: Mapping[str, Any], hf_kwargs: Mapping[str, object]) -> BatchFeature:
         """One item, prepared by vLLM's own processor and normalised, as the encoder takes pixels."""
