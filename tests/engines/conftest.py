@@ -58,7 +58,7 @@ ENGINE_OPTIONS: dict[str, dict[str, Any]] = {
 WITH_TOWER_OPTIONS = ENGINE_OPTIONS | {"kimi_vl": {"trust_remote_code": True}}
 WITHOUT_CLIPS = ("kimi_k25", "kimi_vl", "qwen3_omni_moe", "ling_vl")
 """Families of which vLLM takes no clips."""
-# vLLM takes one clip of a prompt, and sizes with both edges.
+# vLLM takes one clip of a prompt.
 GLM = ("glm4v", "glm_ocr")
 NUM_SETS = 4
 # Processor options of a request, by number of its case.
@@ -71,7 +71,8 @@ OPTIONS: list[tuple[int, dict[str, Any]]] = [
     (1, {"size": {"longest_edge": 40000}}),
 ]
 
-GLM_OPTIONS: list[tuple[int, dict[str, Any]]] = [
+# vLLM takes no other sizes of these.
+BOTH_EDGES: list[tuple[int, dict[str, Any]]] = [
     (0, {"size": {"shortest_edge": 180000, "longest_edge": 9633792}}),
     (1, {"size": {"shortest_edge": 12544, "longest_edge": 80000}}),
 ]
@@ -110,7 +111,7 @@ SAMPLING = {"fps": 3, "min_frames": 6, "max_frames": 11}
 
 
 def options_of(family: str) -> list[tuple[int, dict[str, Any]]]:
-    return GLM_OPTIONS if family in GLM else OPTIONS
+    return BOTH_EDGES if family in (*GLM, "qwen2_5_vl") else OPTIONS
 
 
 def clip_cases(family: str) -> list[Case]:
