@@ -1,8 +1,7 @@
 """Preprocessing of Qwen3-Omni. Images are Qwen's, clips have the rules of Qwen2.5-VL.
 
 Owns the limits of a frame's area, which ``Qwen3OmniMoeProcessor`` (``transformers.models.qwen3_omni_moe``)
-sets. Published checkpoints have no settings for clips, and the
-limits of images do not apply to them.
+sets. Published checkpoints have no settings for clips, and the limits of images do not apply to them.
 """
 
 from __future__ import annotations

@@ -304,3 +304,22 @@ def test_a_turned_file_equals_upright_frames(
         upright = np.roll(upright, -1, axis=1)
     expected = expected_of("qwen3_vl", upright, metadata_of(len(coded), 6.0))
     check(open_clip(ours("qwen3_vl"), EncodedFile(data)), ours("qwen3_vl"), expected)
+
+
+def test_frames_of_qwen2_5_share_a_budget_where_the_checkpoint_says_so(tmp_path: Path) -> None:
+    processor = import_reference().Qwen2VLVideoProcessor
+    budget = {"cap_pixels_per_frame": True, "max_video_tokens": 60}
+    reference = processor(size=FRAME_SIZE, fps=2, do_sample_frames=True, **budget, **HALF)
+    save(tmp_path, "qwen2_5_vl", reference)
+    preprocessor = load_preprocessor(tmp_path, "qwen2_5_vl", LIMITS)
+    for num_frames in (20, 90, 400):
+        frames = clip_files.moving(num_frames, 120, 150)
+        batch = reference(
+            videos=[torch.from_numpy(frames).permute(0, 3, 1, 2)],
+            video_metadata=[metadata_of(num_frames, 15.0)],
+            input_data_format="channels_first",
+            return_tensors="pt",
+        )
+        clip = open_clip(preprocessor, FrameArray(torch.from_numpy(frames), 15.0))
+        assert [list(clip.plan.grid)] == batch["video_grid_thw"].tolist()
+        assert torch.equal(read(clip, preprocessor)[0], batch["pixel_values_videos"])
