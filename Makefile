@@ -71,7 +71,7 @@ $(ENGINES_NEXT_STAMP): pyproject.toml deploy/install_engines.py deploy/install.p
 	@touch $@
 
 # Two engines on two cores keep each other waiting: what came too late is tried once more, what came wrong is not.
-LATE := --reruns 1 --only-rerun 'Timeout|did not come within'
+LATE := -rfER --reruns 1 --only-rerun 'Timeout|did not come within'
 # Each worker has servers of its own. A start takes one core for a minute, and two gigabytes.
 ENGINES_PYTEST := -m pytest -n 2 --dist loadfile --durations=5 $(LATE)
 
