@@ -11,20 +11,19 @@ last is taken twice. The references are the image and video processors of ``tran
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
 from encoder_service.errors import InvalidOption
 from encoder_service.ingest.decode import DecodeLimits, Transparent
 from encoder_service.ingest.preprocessor import ImagePlan, overridden
-from encoder_service.ingest.qwen_vl import AreaLimits, QwenVLPreprocessor, check_pair, framed_size
+from encoder_service.ingest.qwen_vl import AreaLimits, PairedClips, QwenVLPreprocessor, framed_size
 from encoder_service.ingest.settings import QwenVLSettings, SettingsReader, parse_qwen_vl
-from encoder_service.ingest.video.clip import ClipPlan, ClipRules
+from encoder_service.ingest.video.clip import ClipPlan
 from encoder_service.ingest.video.source import ClipHeader, ClipLimits
 from encoder_service.types import Grid, PreprocessOptions
 
@@ -46,11 +45,11 @@ class Glm5NextSettings(QwenVLSettings):
 class GlmVideoSettings:
     """min_pixels, max_pixels: limits of frames times height times width of the target. fps: sampled frames
     per second. max_duration_s: longer clips get as many frames as this time; None for no such limit.
-    max_frames: None for no such limit. GLM-4.6V has neither a rate nor limits of its own."""
+    max_frames: None for no such limit. GLM-4.6V uses only the first two."""
 
     min_pixels: int
     max_pixels: int
-    fps: float | None
+    fps: float
     max_duration_s: float | None
     max_frames: int | None
 
@@ -217,38 +216,14 @@ class Glm5NextPreprocessor(QwenVLPreprocessor):
         return ImagePlan(target, canvas, Grid(1, canvas[0] // patch_size, canvas[1] // patch_size))
 
 
-class GlmClips(ClipRules):
-    """GLM-4.1V and 4.5V. A piece is any number of whole temporal patches."""
+class GlmClips(PairedClips[GlmVideoSettings]):
+    """GLM-4.1V and 4.5V."""
 
     rules = "glm4v_video.1"
     options: ClassVar[tuple[str, ...]] = ("min_pixels", "max_pixels", "fps")
 
-    def __init__(
-        self,
-        settings: GlmVideoSettings,
-        images: QwenVLSettings,
-        limits: ClipLimits,
-        transparent: Transparent = "white",
-    ) -> None:
-        super().__init__(settings, limits, images.patch_size, transparent)
-        self.settings = settings
-        self.images = images
-
-    def check_values(self, options: PreprocessOptions) -> None:
-        for name in ("min_pixels", "max_pixels"):
-            value = getattr(options, name)
-            if value is not None and value < 1:
-                raise InvalidOption(f"{name} is {value}, needs at least 1", option=name, found=value)
-        check_pair(options, "min_pixels", "max_pixels")
-
-    def with_options(self, options: PreprocessOptions) -> GlmVideoSettings:
-        """The checkpoint's settings, overridden by those of the request."""
-        given: dict[str, Any] = options.given()
-        return dataclasses.replace(self.settings, **given)
-
     def sample(self, header: ClipHeader, options: PreprocessOptions) -> list[int]:
         settings = self.with_options(options)
-        assert settings.fps is not None
         assert settings.max_duration_s is not None
         return glm4v_indices(
             header.num_frames, header.fps, fps=settings.fps, max_duration_s=settings.max_duration_s
@@ -265,16 +240,7 @@ class GlmClips(ClipRules):
             area=AreaLimits(settings.min_pixels, settings.max_pixels),
             what="clip's frames count as",
         )
-        return ClipPlan((), (), self._grid(num_frames, target), *target)
-
-    def piece_frames(self, plan: ClipPlan, max_patches: int) -> int:
-        return max(1, max_patches // (plan.grid.h * plan.grid.w)) * self.images.temporal_patch_size
-
-    def depth(self, num_frames: int) -> int:
-        return -(-num_frames // self.images.temporal_patch_size)
-
-    def _grid(self, num_frames: int, padded: tuple[int, int]) -> Grid:
-        return Grid(self.depth(num_frames), padded[0] // self.patch_size, padded[1] // self.patch_size)
+        return ClipPlan((), (), self.grid(num_frames, target), *target)
 
 
 class Glm46Clips(GlmClips):
@@ -297,7 +263,6 @@ class Glm5NextClips(GlmClips):
 
     def sample(self, header: ClipHeader, options: PreprocessOptions) -> list[int]:
         settings = self.with_options(options)
-        assert settings.fps is not None
         return glm5_next_indices(
             header.num_frames,
             header.fps,
@@ -312,7 +277,7 @@ class Glm5NextClips(GlmClips):
         factor = images.patch_size * images.merge_size * images.patch_expand_factor
         canvas = canvas_size(num_frames, height, width, factor=factor, temporal=temporal, area=area)
         target = content_size(num_frames, height, width, canvas, area)
-        return ClipPlan((), (), self._grid(num_frames, canvas), *target)
+        return ClipPlan((), (), self.grid(num_frames, canvas), *target)
 
 
 def glm4v_preprocessor(

@@ -22,7 +22,7 @@ from encoder_service.ingest.qwen_vl import (
 from encoder_service.ingest.settings import SettingsReader, parse_qwen_video, parse_qwen_vl
 from encoder_service.ingest.video.clip import ClipPlan
 from encoder_service.ingest.video.source import ClipHeader, ClipLimits
-from encoder_service.types import Grid, PreprocessOptions
+from encoder_service.types import PreprocessOptions
 
 MAX_VIDEO_TOKENS = 128_000
 # Part of the tokens that a clip may take where each frame is capped.
@@ -72,8 +72,7 @@ class FramewiseClips(QwenClips):
             max_pixels = max(cap, int(settings.min_pixels * 1.05))
         area = AreaLimits(settings.min_pixels, max_pixels)
         target = rounded_size(height, width, self.merge_pixels, area)
-        grid = Grid(self.depth(num_frames), target[0] // self.patch_size, target[1] // self.patch_size)
-        return ClipPlan((), (), grid, *target)
+        return ClipPlan((), (), self.grid(num_frames, target), *target)
 
 
 class Qwen25Clips(FramewiseClips):

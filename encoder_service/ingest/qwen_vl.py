@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from encoder_service.ingest.resize import normalise_into
 from encoder_service.ingest.settings import (
     QwenVideoSettings,
     QwenVLSettings,
+    Settings,
     SettingsReader,
     parse_qwen_video,
     parse_qwen_vl,
@@ -209,22 +210,24 @@ class QwenVLPreprocessor(Preprocessor):
         return values_PCtpp.view(-1, self.patch_dim)
 
 
-class QwenClips(ClipRules):
-    """Qwen3-VL and Qwen3.5. A piece is any number of whole temporal patches. temporal: frames of one of them.
-    merge_pixels: pixels of a merge block's side."""
+SettingsT = TypeVar("SettingsT", bound=Settings)
 
-    rules = "qwen_video.1"
-    options = ("min_pixels", "max_pixels", "fps", "min_frames", "max_frames")
+
+class PairedClips(ClipRules, Generic[SettingsT]):
+    """What the clips of Qwen and GLM have in common: settings that options replace by name, and pieces of any
+    number of whole temporal patches. temporal: frames of one of them; the last may have fewer. merge_pixels:
+    pixels of a merge block's side."""
 
     def __init__(
         self,
-        settings: QwenVideoSettings,
+        settings: SettingsT,
         images: QwenVLSettings,
         limits: ClipLimits,
         transparent: Transparent = "white",
     ) -> None:
         super().__init__(settings, limits, images.patch_size, transparent)
         self.settings = settings
+        self.images = images
         self.merge_pixels = images.patch_size * images.merge_size
         self.temporal = images.temporal_patch_size
 
@@ -236,10 +239,27 @@ class QwenClips(ClipRules):
         check_pair(options, "min_pixels", "max_pixels")
         check_pair(options, "min_frames", "max_frames")
 
-    def with_options(self, options: PreprocessOptions) -> QwenVideoSettings:
+    def with_options(self, options: PreprocessOptions) -> SettingsT:
         """The checkpoint's settings, overridden by those of the request."""
         given: dict[str, Any] = options.given()
         return dataclasses.replace(self.settings, **given)
+
+    def piece_frames(self, plan: ClipPlan, max_patches: int) -> int:
+        return max(1, max_patches // (plan.grid.h * plan.grid.w)) * self.temporal
+
+    def depth(self, num_frames: int) -> int:
+        return -(-num_frames // self.temporal)
+
+    def grid(self, num_frames: int, padded: tuple[int, int]) -> Grid:
+        """padded: (height, width) of the target in pixels."""
+        return Grid(self.depth(num_frames), padded[0] // self.patch_size, padded[1] // self.patch_size)
+
+
+class QwenClips(PairedClips[QwenVideoSettings]):
+    """Qwen3-VL and Qwen3.5."""
+
+    rules = "qwen_video.1"
+    options = ("min_pixels", "max_pixels", "fps", "min_frames", "max_frames")
 
     def sample(self, header: ClipHeader, options: PreprocessOptions) -> list[int]:
         settings = self.with_options(options)
@@ -260,14 +280,7 @@ class QwenClips(ClipRules):
             temporal=self.temporal,
             settings=self.with_options(options),
         )
-        grid = Grid(self.depth(num_frames), target[0] // self.patch_size, target[1] // self.patch_size)
-        return ClipPlan((), (), grid, *target)
-
-    def piece_frames(self, plan: ClipPlan, max_patches: int) -> int:
-        return max(1, max_patches // (plan.grid.h * plan.grid.w)) * self.temporal
-
-    def depth(self, num_frames: int) -> int:
-        return -(-num_frames // self.temporal)
+        return ClipPlan((), (), self.grid(num_frames, target), *target)
 
 
 class LingPreprocessor(QwenVLPreprocessor):
