@@ -49,7 +49,7 @@ VARIANTS = (*REFERENCES, *PEERS, *OURS)
 # ``graph`` with torch's matrix products alone, and the same attention, buckets and costs.
 GRAPH_TORCH = "graph_torch"
 KNOWN_VARIANTS = (*VARIANTS, GRAPH_TORCH)
-# Of bfloat16 rows of vLLM's tower relative to ours in float32. Rounding gives up to 1e-2.
+# Of bfloat16 rows of vLLM's tower relative to ours in float32. Rounding gives 1e-2 to 2e-2.
 PEER_LIMIT = 5e-2
 # Size of the largest bucket: ``mixed`` has 33,920 patches.
 MAX_PATCHES = 36_864
