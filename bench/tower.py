@@ -102,6 +102,9 @@ def parse_arguments(line: list[str] | None = None) -> argparse.Namespace:
     arguments.dtype = "float32" if arguments.device.type == "cpu" else "bfloat16"
     quick = arguments.quick
     is_small = quick and arguments.device.type == "cpu"
+    arguments.full_ladder = (
+        not quick and arguments.cases is None and GRAPH_TORCH not in (arguments.variants or ())
+    )
     arguments.cases = arguments.cases or list([SMALL_CASE] if is_small else QUICK_CASES if quick else CASES)
     arguments.variants = arguments.variants or [
         variant for variant in VARIANTS if not (quick and variant == "ref_compiled")
@@ -163,7 +166,7 @@ class Run(TimedRun):
                 reference=reference,
                 engine=engine,
                 no_fa3=self.no_fa3,
-                full_ladder=is_first and not arguments.quick and GRAPH_TORCH not in arguments.variants,
+                full_ladder=is_first and arguments.full_ladder,
             )
         self.result["captures"] += family.captures
         while places and not self.is_out_of_time(*places.values()):
