@@ -172,4 +172,6 @@ def compiled(
 def reason_of(error: BaseException) -> str:
     """An error as one line, for the result."""
     text = str(error).strip()
+    if isinstance(error, LeftOut):
+        return text
     return f"{type(error).__name__}: {text.splitlines()[0] if text else 'no message'}"

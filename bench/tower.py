@@ -1,7 +1,7 @@
-"""Times one forward of every family's tower, ours and the reference's, in one run on one device.
+"""Times one forward of every family's tower, ours, the reference's and vLLM's, in one run on one device.
 
     python -m bench.tower                                  # full-size towers in bfloat16 on cuda:0
-    python -m bench.tower --quick                          # two cases, no compiling, under two minutes
+    python -m bench.tower --quick                          # two cases, no compiling, no power
     python -m bench.tower --profile --families qwen3_vl    # with the kernels of each case, by group
     python -m bench.tower --variants graph graph_torch     # what other matrix products than torch's gain
     python -m bench.tower --quick --size tiny --device cpu # checks that the bench runs
@@ -13,6 +13,7 @@ measurement.py times it, charts.py draws the result. bench/README.md states the 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import importlib.util
 import logging
@@ -26,6 +27,7 @@ import structlog
 import torch
 
 from bench.checkpoints import random_checkpoint
+from bench.engine_towers import PEERS, EngineTower, ranks
 from bench.kernel_profile import line_of, profile_runs
 from bench.measurement import (
     TimedRun,
@@ -43,6 +45,7 @@ from bench.variants import (
     KNOWN_CASES,
     KNOWN_VARIANTS,
     QUICK_CASES,
+    REFERENCES,
     SATURATED_CASES,
     SMALL_CASE,
     VARIANTS,
@@ -83,7 +86,7 @@ GAIN_COLUMNS = {
 
 
 def parse_arguments(line: list[str] | None = None) -> argparse.Namespace:
-    parser = options_of(__doc__, quick="two cases, ten runs each, nothing compiled")
+    parser = options_of(__doc__, quick="two cases, ten runs each, nothing compiled, no power")
     parser.add_argument("--size", choices=SIZES, default="full")
     parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES))
     parser.add_argument("--cases", nargs="+", choices=KNOWN_CASES, help="default: all; two if quick")
@@ -99,6 +102,9 @@ def parse_arguments(line: list[str] | None = None) -> argparse.Namespace:
     arguments.dtype = "float32" if arguments.device.type == "cpu" else "bfloat16"
     quick = arguments.quick
     is_small = quick and arguments.device.type == "cpu"
+    arguments.full_ladder = (
+        not quick and arguments.cases is None and GRAPH_TORCH not in (arguments.variants or ())
+    )
     arguments.cases = arguments.cases or list([SMALL_CASE] if is_small else QUICK_CASES if quick else CASES)
     arguments.variants = arguments.variants or [
         variant for variant in VARIANTS if not (quick and variant == "ref_compiled")
@@ -114,7 +120,10 @@ class Run(TimedRun):
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.device: torch.device = arguments.device
         self.dtype: torch.dtype = getattr(torch, arguments.dtype)
-        self.has_reference = importlib.util.find_spec("transformers") is not None
+        self.no_reference: str | None = None
+        if importlib.util.find_spec("transformers") is None:
+            self.no_reference = "the reference package is not installed"
+        self.no_vllm: str | None = None
         self.no_fa3 = register_fa3(self.device)
         # New values in each run, because a fast path must be correct for any input.
         settings = {"pixel_seed": secrets.randbelow(2**31)}
@@ -123,8 +132,14 @@ class Run(TimedRun):
 
     def main(self) -> None:
         self.result["ceilings"] = ceilings(self.device, quick=self.arguments.quick)
-        for number, family in enumerate(self.arguments.families):
-            self._run_family(family, is_first=number == 0)
+        with contextlib.ExitStack() as stack:
+            if {*PEERS} & {*self.arguments.variants}:
+                try:
+                    stack.enter_context(ranks(self.device))
+                except Exception as error:  # a peer must not stop the other measurements
+                    self.no_vllm = reason_of(error)
+            for number, family in enumerate(self.arguments.families):
+                self._run_family(family, is_first=number == 0)
         if gains := gains_of(self.result["records"]):
             self.result["gains"] = gains
         self.finish()
@@ -140,10 +155,7 @@ class Run(TimedRun):
             random_checkpoint(name, arguments.size, WEIGHTS_SEED, self.device) as path,
         ):
             exact = load_tower(path, device=self.device, dtype=torch.float32).tower
-            reference = None
-            if self.has_reference:
-                self._check(path, name, exact)
-                reference = load_reference(path, self.device, self.dtype)
+            reference, engine = self._reference(path, name, exact), self._engine(path, name)
             family = Family(
                 name,
                 path,
@@ -152,8 +164,9 @@ class Run(TimedRun):
                 variants=arguments.variants,
                 cases=pending,
                 reference=reference,
+                engine=engine,
                 no_fa3=self.no_fa3,
-                full_ladder=is_first and not arguments.quick and GRAPH_TORCH not in arguments.variants,
+                full_ladder=is_first and arguments.full_ladder,
             )
         self.result["captures"] += family.captures
         while places and not self.is_out_of_time(*places.values()):
@@ -161,16 +174,16 @@ class Run(TimedRun):
             with self.console.status(f"{name} {case_name}"):
                 self._run_case(family, case_name, exact)
             release(self.device)
-        del family, reference, exact
+        del family, reference, engine, exact
         release(self.device)
 
     @torch.inference_mode()
     def _run_case(self, family: Family, name: str, exact: Tower) -> None:
         arguments, result = self.arguments, self.result
         case = family.case(name, result["settings"]["pixel_seed"])
+        result["accuracy"] += [{"family": family.name} | one for one in accuracies(case, exact)]
         for variant, reason in case.left_out.items():
             self.leave_out(reason, family=family.name, case=name, variant=variant)
-        result["accuracy"] += [{"family": family.name} | one for one in accuracies(case, exact)]
         samples = interleaved_samples(
             case.runs,
             self.device,
@@ -183,7 +196,7 @@ class Run(TimedRun):
             host_us = host_time_us(case.runs["graph"], self.device, repeats=arguments.repeats)
         result["records"] += records_of(family.name, case, samples, host_us)
         self.file.write()
-        if self.device.type == "cuda" and name in SATURATED_CASES:
+        if self.device.type == "cuda" and name in SATURATED_CASES and not arguments.quick:
             result["power"] += [
                 {"family": family.name, "case": name, "variant": variant}
                 | sustained(run, self.device, settle_s=SETTLE_S, measure_s=POWER_S)
@@ -199,6 +212,29 @@ class Run(TimedRun):
                 result["profile"].append(place | profile)
                 self.console.print(line_of(f"{family.name} {name} graph", profile))
         self.file.write()
+
+    def _reference(self, path: Path, family: str, exact: Tower) -> Any:
+        """The reference's tower, after the check, or why there is none."""
+        if self.no_reference is not None:
+            return self.no_reference
+        place: dict[str, Any] = {"family": family, "case": None, "variant": None}
+        try:
+            self._check(path, family, exact)
+            if {*REFERENCES} & {*self.arguments.variants}:
+                return load_reference(path, self.device, self.dtype)
+        except Exception as error:  # this release of the reference may not have the family
+            self.leave_out(f"check: {reason_of(error)}", **place)
+            return reason_of(error)
+        return "not asked for"
+
+    def _engine(self, path: Path, family: str) -> EngineTower | str:
+        """vLLM's tower, or why there is none."""
+        if self.no_vllm is not None or not {*PEERS} & {*self.arguments.variants}:
+            return self.no_vllm or "not asked for"
+        try:
+            return EngineTower(family, path, device=self.device, dtype=self.dtype)
+        except Exception as error:  # a peer must not stop the other measurements
+            return reason_of(error)
 
     @torch.inference_mode()
     def _check(self, path: Path, family: str, exact: Tower) -> None:

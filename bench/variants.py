@@ -2,7 +2,7 @@
 
 Owns the batches, the count of useful operations, building our variants, and the reasons for those that are
 left out. Image sides are in patches, so that families with different patch sizes get the same grids.
-references.py builds the reference's variants; measurement.py times all of them.
+references.py builds the reference's variants, engine_towers.py vLLM's; measurement.py times all of them.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from bench import references
+from bench.engine_towers import PEERS, VLLM, EngineTower
 from bench.references import FA3, FA3_OPERATOR, SDPA, LeftOut, captured, reason_of
 from encoder_service.engine.fast_path import Kernels, build_graph_runner, captured_runner, ladder_of
 from encoder_service.engine.graphs import GraphRunner
@@ -44,10 +45,12 @@ SATURATED_CASES = ("8x1024", "32x448")
 COMPILED_CASE = "1x1024"
 REFERENCES = ("ref_sdpa", "ref_fa3", "ref_fa3_graph", "ref_compiled")
 OURS = ("plain", "fused", "graph")
-VARIANTS = (*REFERENCES, *OURS)
+VARIANTS = (*REFERENCES, *PEERS, *OURS)
 # ``graph`` with torch's matrix products alone, and the same attention, buckets and costs.
 GRAPH_TORCH = "graph_torch"
 KNOWN_VARIANTS = (*VARIANTS, GRAPH_TORCH)
+# Of bfloat16 rows of vLLM's tower relative to ours in float32. Rounding gives 1e-2 to 2e-2.
+PEER_LIMIT = 5e-2
 # Size of the largest bucket: ``mixed`` has 33,920 patches.
 MAX_PATCHES = 36_864
 
@@ -125,16 +128,18 @@ class Family:
         variants: Sequence[str],
         cases: Sequence[str],
         reference: Any,
+        engine: EngineTower | str,
         no_fa3: str | None,
         full_ladder: bool,
     ) -> None:
-        """reference: None without the reference package. no_fa3: why FlashAttention-3 is missing, or None.
+        """reference, engine: or why it is missing. no_fa3: why FlashAttention-3 is missing, or None.
         full_ladder: whether ``graph`` captures the whole default ladder, or only the buckets of the cases."""
         self.name = name
         self.device = device
         self.variants = tuple(variants)
         self.tower = load_tower(path, device=device, dtype=dtype).tower
         self.reference = reference
+        self.engine = engine
         self.no_fa3 = no_fa3
         self.captures: list[dict[str, Any]] = []
         self.no_graph: str | None = None
@@ -158,12 +163,11 @@ class Family:
                 self._add_graph(case, variant, grids, pixels)
             else:
                 case.left_out[variant] = self.no_graph
-        for variant in (variant for variant in REFERENCES if variant in self.variants):
+        for variant in (variant for variant in (*REFERENCES, *PEERS) if variant in self.variants):
+            add = self._add_peer if variant in PEERS else self._add_reference
             try:
-                self._add_reference(case, variant, grids, pixels)
-            except LeftOut as error:
-                case.left_out[variant] = str(error)
-            except Exception as error:  # a failing reference must not stop the other measurements
+                add(case, variant, grids, pixels.to(self.tower.dtype))
+            except Exception as error:  # neither must stop the other measurements
                 case.left_out[variant] = reason_of(error)
         return case
 
@@ -229,9 +233,8 @@ class Family:
 
     def _add_reference(self, case: Case, variant: str, grids: Sequence[Grid], pixels: torch.Tensor) -> None:
         """Adds one variant of the reference. Raises LeftOut, or the reference's errors."""
-        if self.reference is None:
-            raise LeftOut("the reference package is not installed")
-        pixels = pixels.to(self.tower.dtype)
+        if isinstance(self.reference, str):
+            raise LeftOut(self.reference)
         if variant == "ref_sdpa":
             case.runs[variant] = references.eager(self.reference, pixels, grids, SDPA)
             return
@@ -248,6 +251,15 @@ class Family:
             raise LeftOut(f"compiled for {COMPILED_CASE} only: it takes long")
         else:
             case.runs[variant] = references.compiled(self.reference, pixels, grids, FA3_OPERATOR)
+
+    def _add_peer(self, case: Case, variant: str, grids: Sequence[Grid], pixels: torch.Tensor) -> None:
+        """Adds one of vLLM's variants. Raises LeftOut, or vLLM's errors."""
+        if isinstance(self.engine, str):
+            raise LeftOut(self.engine)
+        if variant == VLLM:
+            case.runs[variant] = functools.partial(self.engine.rows, pixels, grids)
+        else:
+            case.runs[variant] = self.engine.graphs(pixels, grids)
 
 
 def run_step(runner: GraphRunner, grids: Sequence[Grid], pixels: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -281,14 +293,27 @@ def accuracy(found: torch.Tensor, expected: torch.Tensor) -> dict[str, float]:
 
 @torch.inference_mode()
 def accuracies(case: Case, exact: Tower) -> list[dict[str, Any]]:
-    """Accuracy of our variants against this repository's float32 tower on the same pixels. Raises ValueError
-    for a variant whose rows are not finite."""
+    """Accuracy of our variants and vLLM's against this repository's float32 tower on the same pixels. Raises
+    ValueError for a variant of ours whose rows are not finite. A variant of vLLM's that fails, or whose rows
+    are others, is left out."""
     found = []
     expected = exact(case.inputs)
-    for variant in (variant for variant in (*OURS, GRAPH_TORCH) if variant in case.runs):
-        rows = case.runs[variant]()
-        if not bool(rows.isfinite().all()):
-            raise ValueError(f"{case.name} {variant}: {int((~rows.isfinite()).sum())} values are not finite")
-        place = {"case": case.name, "variant": variant, "against": "float32"}
-        found.append(place | accuracy(rows, expected))
+    for variant in (variant for variant in (*OURS, GRAPH_TORCH, *PEERS) if variant in case.runs):
+        try:
+            rows = case.runs[variant]()
+            if not bool(rows.isfinite().all()):
+                raise ValueError(
+                    f"{case.name} {variant}: {int((~rows.isfinite()).sum())} values are not finite"
+                )
+            figures = accuracy(rows, expected)
+            if variant in PEERS and figures["relative_error"] >= PEER_LIMIT:
+                raise LeftOut(f"its rows differ by {figures['relative_error']:.1e} from ours in float32")
+        except Exception as error:
+            if variant not in PEERS:
+                raise
+            del case.runs[variant]
+            case.left_out[variant] = reason_of(error)
+        else:
+            place = {"case": case.name, "variant": variant, "against": "float32"}
+            found.append(place | figures)
     return found

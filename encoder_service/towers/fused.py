@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import nn
-from torch.nn.functional import linear
+from torch.nn.functional import linear, pad
 
 from encoder_service.towers.attention import AttentionBackend
 from encoder_service.towers.attention.backend import SequenceBounds
@@ -36,6 +36,7 @@ from encoder_service.towers.gemm import (
     GemmChoices,
     Rotary,
     Weights,
+    aligned,
     pair_rows,
     turns_of,
 )
@@ -71,7 +72,10 @@ class FusedBlock:
 
     @classmethod
     def of(cls, block: Block, num_paired_heads: int | None) -> FusedBlock:
-        """num_paired_heads: heads of the qkv weight, which is copied into pairs; None for no copy."""
+        """num_paired_heads: heads of the qkv weight, which is copied into pairs; None for no copy. Widens the
+        block's gated MLP in place, see ``align_gated``."""
+        if block.gated is not None:
+            align_gated(block)
         qkv, proj, fc1, fc2 = map(weights_of, (block.qkv, block.proj, block.fc1, block.fc2))
         if num_paired_heads is not None:
             paired = pair_rows(qkv.weight, num_paired_heads), pair_rows(qkv.bias, num_paired_heads)
@@ -88,6 +92,23 @@ def weights_of(layer: nn.Linear) -> Weights:
     time."""
     bias = layer.bias if layer.bias is not None else layer.weight.new_zeros(layer.out_features)
     return Weights(layer.weight, bias)
+
+
+def align_gated(block: Block) -> None:
+    """Widens a gated MLP with zeros to ``aligned`` width, in the block itself, so that no weight
+    exists twice. Exact: silu(0) * 0 is 0, and so are its weights in fc2."""
+    fc1, fc2 = block.fc1, block.fc2
+    width = fc2.in_features
+    missing = aligned(width) - width
+    if not missing:
+        return
+    gates_and_ups = fc1.weight.view(2, width, -1)
+    fc1.weight = nn.Parameter(pad(gates_and_ups, (0, 0, 0, missing)).flatten(0, 1), requires_grad=False)
+    if fc1.bias is not None:
+        biases = pad(fc1.bias.view(2, width), (0, missing)).flatten()
+        fc1.bias = nn.Parameter(biases, requires_grad=False)
+    fc2.weight = nn.Parameter(pad(fc2.weight, (0, missing)), requires_grad=False)
+    fc1.out_features, fc2.in_features = 2 * (width + missing), width + missing
 
 
 class FusedTower(Tower):

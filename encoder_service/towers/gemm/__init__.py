@@ -24,6 +24,8 @@ from encoder_service.towers.selection import Choices
 # The steps after the four products of a block: qkv, fc1, proj, fc2.
 Step = Literal["rotate", "gelu", "add_attention", "add_mlp"]
 STEPS: tuple[Step, ...] = ("rotate", "gelu", "add_attention", "add_mlp")
+# Libraries have their fast kernels for rows of whole 16 bytes, of 16-bit elements.
+ALIGNED_WIDTH = 8
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,11 @@ class Weights:
     weight: torch.Tensor
     bias: torch.Tensor
     paired: tuple[torch.Tensor, torch.Tensor] | None = None
+
+
+def aligned(width: int) -> int:
+    """The width to which a gated MLP is widened with zeros. Qwen2.5-VL's is 3420 wide."""
+    return width + -width % ALIGNED_WIDTH
 
 
 class Gemm(Protocol):

@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch.nn.functional import gelu, linear
 
-from encoder_service.towers.gemm import STEPS, Gemm, Rotary, Step, Weights, pair_rows, turns_of
+from encoder_service.towers.gemm import STEPS, Gemm, Rotary, Step, Weights, aligned, pair_rows, turns_of
 from encoder_service.towers.layers import BlockShape
 from encoder_service.towers.rope import inverse_frequencies
 from encoder_service.towers.selection import Case, Selection, Trial, relative_error
@@ -62,7 +62,7 @@ def make_trial(
         "rotate": (hidden, 3 * attention),
         "gelu": (hidden, intermediate),
         "add_attention": (attention, hidden),
-        "add_mlp": (intermediate, hidden),
+        "add_mlp": (aligned(intermediate) if shape.is_gated else intermediate, hidden),
     }[step]
 
     def random(*sizes: int, scale: float = 1.0) -> torch.Tensor:

@@ -18,7 +18,14 @@ from encoder_service.towers.fused import FusedTower
 from encoder_service.towers.gemm import STEPS, TorchGemm, Weights
 from encoder_service.towers.selection import Choices
 from encoder_service.types import Grid
-from tests.parity.tower_cases import errors, fresh_seed, report
+from tests.parity.tower_cases import (
+    config_with,
+    errors,
+    fresh_seed,
+    report,
+    vision_weights,
+    write_published,
+)
 from tests.unit.kernels.pair_gemm import PairGemm
 
 pytest.importorskip("triton")
@@ -96,6 +103,23 @@ def test_rows_of_frames_of_several_windows_equal_the_plain_towers(
     make_checkpoint(tmp_path / "windows", "qwen2_5_vl", "tiny", 3)
     plain = load_tower(tmp_path / "windows", device=device, dtype=torch.float32).tower
     check_rows(plain, [Grid(1, 10, 4), Grid(2, 2, 12), Grid(1, 2, 2)])
+
+
+def test_gated_mlp_of_an_odd_width_is_widened_and_computes_the_same_rows(
+    tmp_path: Path, device: torch.device
+) -> None:
+    """Products of rows that are no whole 16 bytes take a GPU's slow kernels; a second copy of the weights
+    would take its memory."""
+    config = config_with("qwen2_5_vl", "tiny", {"intermediate_size": 3420 // 45})
+    path = write_published(tmp_path / "odd", config, vision_weights(config, fresh_seed()))
+    plain: Any = load_tower(path, device=device, dtype=torch.float32).tower
+    grids = [Grid(1, 2, 4), Grid(1, 2, 2)]
+    pixels = pixels_for(plain, grids)
+    before = rows_of(plain, grids, pixels)
+    fused = FusedTower(plain, SdpaAttention())
+    assert {(block.fc1.weight.shape[0], block.fc2.weight.shape[1]) for block in plain.blocks} == {(160, 80)}
+    assert errors(rows_of(fused, grids, pixels), before).relative < 1e-5
+    assert errors(rows_of(plain, grids, pixels), before).relative < 1e-6
 
 
 @pytest.mark.extended
