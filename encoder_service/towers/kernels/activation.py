@@ -78,8 +78,9 @@ def _swiglu_kernel(packed_ptr, out_ptr, packed_stride, width, blocks_per_row, li
     gate = tl.load(gate_ptr, mask=column < width, other=0.0).to(tl.float32)
     up = tl.load(gate_ptr + width, mask=column < width, other=0.0).to(tl.float32)
     if limit is not None:
-        gate = tl.minimum(gate, limit)
-        up = tl.minimum(tl.maximum(up, -limit), limit)
+        # By default NaN becomes the limit on a GPU, and rows of NaN would look like real ones.
+        gate = tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.clamp(up, -limit, limit, propagate_nan=tl.PropagateNan.ALL)
     decay = tl.exp(-tl.abs(gate))  # never overflows
     y = tl.where(gate >= 0.0, gate, gate * decay) / (1.0 + decay) * up
     tl.store(out_ptr + row * width + column, y.to(out_ptr.dtype.element_ty), mask=column < width)

@@ -60,3 +60,16 @@ def test_swiglu_equals_float64(
     if limit is None:
         expected[0, 1] = 0  # the bound is relative to the largest value: without the outlier
     assert_near(out, expected)
+
+
+@pytest.mark.parametrize("limit", [None, 1.5])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nan_stays_nan(dtype: torch.dtype, limit: float | None, device: torch.device) -> None:
+    """A clamp that took the limit for NaN would hide a broken picture or weight in rows that look real."""
+    nan = torch.nan
+    gates, ups = [1.0, nan, 1.0, nan, 9.0], [1.0, 1.0, nan, nan, -9.0]
+    out = swiglu(torch.tensor([gates + ups], dtype=dtype, device=device), limit)
+    assert out.isnan().tolist() == [[False, True, True, True, False]]
+    assert gelu_(torch.tensor([gates], dtype=dtype, device=device)).isnan().tolist() == [
+        [False, True, False, True, False]
+    ]
