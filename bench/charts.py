@@ -59,6 +59,13 @@ STAGE_COLOURS = {
     "delivery_ms": "#4a7a3f",
 }
 PEER_COLOURS = ("#98a4b3", WARM, "#33485f", DEEP, "#4a7a3f", "#eda04e", COOL, INK)
+PEER_LABELS = {
+    "tower": "its own tower, as it comes",
+    "graphs": "its own tower, in its encoder graphs",
+    "beside": "an encoder beside it, in time slices",
+    "mps": "an encoder beside it, by MPS",
+}
+AS_TEXT = " as text"
 START_COLOURS = {"85": WARM, "48": COOL, "25": DEEP}
 
 
@@ -263,23 +270,33 @@ def serve_stages(axes: Any, records: list[dict[str, Any]]) -> None:
 
 def draw_goodput(figure: Any, result: dict[str, Any]) -> str:
     """The share of requests within each bound against their rate, of each mix and peer; bars reach from the
-    least to the greatest round."""
+    least to the greatest round. Text in the place of a mix's images is a line in the panels of that mix."""
     rows = sorted((row for row in result.get("summary", ()) if row.get("rate")), key=lambda row: row["rate"])
     if not rows:
         raise NoChart("no mix with rates")
-    mixes, peers = (list(dict.fromkeys(row[name] for row in rows)) for name in ("mix", "peer"))
+    mixes = list(dict.fromkeys(row["mix"] for row in rows if not row["mix"].endswith(AS_TEXT)))
+    peers = list(dict.fromkeys(row["peer"] for row in rows))
+    lines = [
+        (mix, peer, PEER_LABELS.get(peer, peer), {"color": colour, "marker": "o"})
+        for mix in mixes
+        for peer, colour in zip(peers, itertools.cycle(PEER_COLOURS), strict=False)
+    ]
+    text_style = {"color": INK, "marker": ".", "linestyle": ":"}
+    lines += [(mix + AS_TEXT, peers[0], "text of as many tokens, no images", text_style) for mix in mixes]
     bounds = list(rows[0]["within"])
     figure.set_size_inches(2 + 4 * len(mixes), 1 + 3 * len(bounds))
     grid = figure.subplots(len(bounds), len(mixes), squeeze=False, sharex="col", sharey=True)
+    named: dict[str, Any] = {}
     for row_of_axes, bound in zip(grid, bounds, strict=True):
         for axes, mix in zip(row_of_axes, mixes, strict=True):
-            for peer, colour in zip(peers, itertools.cycle(PEER_COLOURS), strict=False):
-                own = [row for row in rows if (row["mix"], row["peer"]) == (mix, peer)]
+            for shown, peer, text, style in lines:
+                own = [row for row in rows if (row["mix"], row["peer"]) == (shown, peer)]
+                if not own or shown.removesuffix(AS_TEXT) != mix:
+                    continue
                 shares = [[100 * share for share in row["within"][bound]] for row in own]
                 middles = [middle for middle, _, _ in shares]
                 ends = [[abs(one[0] - one[end]) for one in shares] for end in (1, 2)]
-                style = {"color": colour, "marker": "o", "label": peer}
-                axes.errorbar([row["rate"] for row in own], middles, ends if own else None, **style)
+                named[text] = axes.errorbar([row["rate"] for row in own], middles, ends, **style)
             axes.axhline(90, color=INK, linewidth=1, linestyle="--")
             axes.set_ylim(0, 105)
             axes.set_title(f"{mix}: {bound} ms", loc="left")
@@ -287,8 +304,7 @@ def draw_goodput(figure: Any, result: dict[str, Any]) -> str:
         row_of_axes[0].set_ylabel("% of the requests")
     for axes in grid[-1]:
         axes.set_xlabel("requests a second")
-    handles, labels = grid[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower left", frameon=False, ncols=len(labels))
+    figure.legend(named.values(), named, loc="outside lower left", frameon=False, ncols=2)
     settings = result["settings"]
     return (
         f"Requests within first token / between tokens: {settings['engine']}, {settings['gpus']} of "
