@@ -87,7 +87,11 @@ def parse_arguments(line: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--loads", nargs="+", type=float, help=f"new images a second over the tower's rate; default {LOADS}"
     )
-    parser.add_argument("--transport", choices=("device", "host", "inline"), help="default: the device's")
+    parser.add_argument(
+        "--transport",
+        choices=("device", "host", "inline"),
+        help="default: the device's. inline: all by TCP, as across hosts",
+    )
     parser.add_argument("--clients", type=int, help="processes that send; default: half of the cores")
     parser.add_argument("--ingest-threads", type=int, help="default: the cores without the clients'")
     parser.add_argument("--photos", type=int, help="files of a mix, each sent under many contents")
@@ -224,7 +228,7 @@ class Run(TimedRun):
         """Starts the service and connects the clients. Raises ProcessFailed."""
         arguments = self.arguments
         settings = self._settings(checkpoint) | {
-            "listen": f"unix:{self.folder}/serve.sock",
+            "listen": "127.0.0.1:0" if arguments.transport == "inline" else f"unix:{self.folder}/serve.sock",
             "admin_listen": "127.0.0.1:0",
             "ingest_threads": arguments.ingest_threads,
             "broker_path": f"{self.folder}/broker.sock",
