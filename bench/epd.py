@@ -36,7 +36,6 @@ from bench.checkpoints import write_language_model
 from bench.epd_figures import summary, tables
 from bench.epd_rates import MIXES, WARM_UP_S, Mix, Requests, Sent, measure
 from bench.epd_servers import (
-    NO_SPLIT,
     WHOLE_GPU,
     Peer,
     Running,
@@ -278,7 +277,7 @@ def describe(arguments: argparse.Namespace) -> dict[str, Any]:
         },
         "complete": False,
         "groups": [],
-        "left_out": {"split": NO_SPLIT} if arguments.engine == "vllm" else {},
+        "left_out": {},
         "records": [],
     }
 

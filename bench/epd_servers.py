@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import itertools
+import json
 import os
 import re
 import shutil
@@ -42,9 +44,16 @@ OURS, SPLIT = "this service", "the engine's own"
 GRAPHS, PROTOCOL = "encoder graphs", "by SGLang's protocol"
 NO_SPLIT = (
     "vLLM 0.33's ECCPUConnector and ECMooncakeConnector need its V2 model runner, which needs Triton: on a"
-    " CPU the first does not start, and with the second no request gets its rows. Not tried on a GPU"
+    " CPU the first does not start, and with the second no request gets its rows"
 )
-"""Why vLLM's own split is no peer."""
+"""Why vLLM's own split is no peer on a CPU."""
+VLLM = ["-m", "vllm.entrypoints.cli.main"]
+VLLM_GRAPHS = ["--compilation-config", '{"cudagraph_mm_encoder": true}']
+ENCODER_TOKENS = 32768
+"""That an instance of vLLM which only encodes takes in a step. vLLM's example asks for many."""
+ROWS_BYTES = 2 << 30
+"""Of rows in host memory that each instance of vLLM's own split keeps. With every file that is read, the one
+that encodes sends a description of all of it, 2 KB a MiB."""
 MPS = "nvidia-cuda-mps-control"
 WHOLE_GPU = 100
 SERVER_GIB, ENCODER_GIB = 22, 8
@@ -105,10 +114,10 @@ def peers_of(engine: str, num_gpus: int) -> dict[str, Peer]:
     if engine == "lmdeploy":  # its tower has no graphs of its own
         del found["graphs"]
         return found
+    found["split"] = Peer(tuple(ServerAt((gpu,), EncoderAt(last, SPLIT)) for gpu in rest))
     if engine == "sglang":
         protocol = (ServerAt((gpu,), EncoderAt(last), PROTOCOL) for gpu in rest)
         found["protocol"] = Peer(tuple(protocol))
-        found["split"] = Peer(tuple(ServerAt((gpu,), EncoderAt(last, SPLIT)) for gpu in rest))
     if num_gpus > 1:
         found["tp"] = Peer((ServerAt(tuple(every), option=GRAPHS),))
         found["one beside all"] = Peer(tuple(ServerAt((gpu,), EncoderAt(0)) for gpu in every))
@@ -120,17 +129,19 @@ def peers_of(engine: str, num_gpus: int) -> dict[str, Peer]:
 
 def default_groups(engine: str, device: str, num_gpus: int) -> list[list[str]]:
     """The most informative together and first; a GPU has the memory for three servers at a time."""
-    if device == "cpu":
-        return [["tower", "split", "protocol", "beside"]] if engine == "sglang" else [["tower", "beside"]]
     if engine == "lmdeploy":
-        return [["tower", "beside", "mps"]]
+        return [["tower", "beside"] if device == "cpu" else ["tower", "beside", "mps"]]
+    if device == "cpu":
+        return [["tower", "split", *(["protocol"] if engine == "sglang" else []), "beside"]]
     if engine == "sglang":
         return [["tower", "graphs", "beside"], ["split", "protocol"]]
+    # vLLM's own split alone: its two engines take a core each while they have no request.
     return {
-        1: [["graphs", "beside", "mps"], ["tower"]],
+        1: [["graphs", "beside", "mps"], ["tower"], ["split"]],
         2: [
             ["graphs", "beside", "apart", "apart, for three", "one beside all"],
             ["tower", "mps", "tp"],
+            ["split"],
         ],
     }.get(num_gpus, [["graphs", "apart", "mps"]])
 
@@ -219,6 +230,17 @@ def engine_arguments(arguments: argparse.Namespace) -> list[str]:
     return [*common, *arguments.engine_arguments.split()]
 
 
+def transfer_of_rows(role: str, on_cpu: bool) -> list[str]:
+    """Arguments of an instance of vLLM's own split. Raises CannotRun."""
+    if on_cpu:
+        raise CannotRun(NO_SPLIT)
+    if importlib.util.find_spec("nixl") is None:
+        raise CannotRun("vLLM's ECCPUConnector needs the package nixl, which is not installed")
+    extra = {"ec_cpu_bytes": ROWS_BYTES, "ec_enable_nixl": True}
+    config = {"ec_connector": "ECCPUConnector", "ec_role": role, "ec_connector_extra_config": extra}
+    return ["--ec-transfer-config", json.dumps(config)]
+
+
 def kv_gib(peers: Iterable[Peer]) -> float:
     """Of each server on each of its GPUs: what the fullest GPU has left for each of its servers."""
     servers, encoders = parts_of(peers)
@@ -243,7 +265,7 @@ class Group:
         self.wanted, self.wanted_encoders = parts_of(peers.values())
         self.encoders: dict[EncoderAt, Any] = {}
         self.splits: dict[EncoderAt, str] = {}
-        self.processes: dict[ServerAt | EncoderAt, Process] = {}
+        self.processes: dict[ServerAt | EncoderAt, list[Process]] = defaultdict(list)
         self.servers: dict[ServerAt, str] = {}
         self.failures: dict[ServerAt | EncoderAt, str] = {}
         self.encoder_start_s: list[float] = []
@@ -251,21 +273,23 @@ class Group:
         self._numbers = itertools.count()
 
     def start(self) -> dict[str, Running]:
-        """The first encoder alone, because it measures kernels; then all others at once, as far as there are
-        cores. Only vLLM's servers: each of the others takes a share of what is free."""
+        """This service's first encoder alone, because it measures kernels; then all others at once, as far as
+        there are cores. Only vLLM's servers: each of the others takes a share of what is free."""
         encoders = sorted(self.wanted_encoders, key=lambda encoder: encoder.program == SPLIT)
         if any(encoder.mps for encoder in encoders):
             self._start_mps()
-        for encoder in encoders[:1]:
+        first = [encoder for encoder in encoders[:1] if encoder.program == OURS]
+        for encoder in first:
             self._try(self._start_encoder, encoder)
         num_threads = max(1, len(os.sched_getaffinity(0)) // 2) if self.arguments.engine == "vllm" else 1
         with ThreadPoolExecutor(num_threads) as pool:
             # Encoders are first in the queue, so that none waits for a thread that a server has.
-            starts = {part: pool.submit(self._try, self._start_encoder, part) for part in encoders[1:]}
+            rest = encoders[len(first) :]
+            starts = {part: pool.submit(self._try, self._start_encoder, part) for part in rest}
 
             def start_server(server: ServerAt) -> None:
                 encoder = server.encoder
-                if encoder in starts and (encoder.program == SPLIT or self.on_cpu):
+                if encoder in starts and self.on_cpu:
                     starts[encoder].result()
                 self._start_server(server)
 
@@ -274,7 +298,7 @@ class Group:
             future.result()
         running = {name: self._running(peer) for name, peer in self.peers.items() if not self.why_not(peer)}
         # All end at the same time; each is waited for afterwards.
-        for process in self.processes.values():
+        for process in itertools.chain(*self.processes.values()):
             self.stack.callback(process.send_signal, signal.SIGTERM)
         return running
 
@@ -291,9 +315,8 @@ class Group:
     def _running(self, peer: Peer) -> Running:
         encoders = dict.fromkeys(server.encoder for server in peer.servers if server.encoder)
         running = Running([self.servers[server] for server in peer.servers])
-        running.processes = [
-            self.processes[part] for part in (*peer.servers, *encoders) if part in self.processes
-        ]
+        parts: list[ServerAt | EncoderAt] = [*peer.servers, *encoders]
+        running.processes = [process for part in parts for process in self.processes[part]]
         running.counters = [self.encoders[encoder].admin for encoder in encoders if encoder in self.encoders]
         if peer.others:
             (encoder,) = encoders
@@ -307,7 +330,8 @@ class Group:
 
     def _start_encoder(self, at: EncoderAt) -> None:
         if at.program == SPLIT:
-            self._start_sglang_split(at)
+            own = {"vllm": self._start_vllm_split, "sglang": self._start_sglang_split}
+            own[self.arguments.engine](at)
             return
         folder = self._folder("encoder")
         device = "cpu" if self.on_cpu else f"cuda:{at.gpu}"
@@ -351,6 +375,18 @@ class Group:
             raise CannotRun("MPS needs a GPU" if self.on_cpu else f"{MPS} is not on PATH")
         return self._mps
 
+    def _start_vllm_split(self, at: EncoderAt) -> None:
+        """An instance that only encodes, in encoder graphs, and has no KV cache. Raises CannotRun."""
+        port = free_port()
+        url = f"http://127.0.0.1:{port}"
+        run = [*VLLM, "serve", str(self.checkpoint), "--port", str(port), *engine_arguments(self.arguments)]
+        run += ["--gpu-memory-utilization", "0.01", "--no-enable-prefix-caching"]
+        run += ["--max-num-batched-tokens", str(ENCODER_TOKENS), *VLLM_GRAPHS]
+        run += transfer_of_rows("ec_producer", self.on_cpu)
+        variables = {"VLLM_EC_SIDE_CHANNEL_HOST": "127.0.0.1", "VLLM_EC_SIDE_CHANNEL_PORT": str(free_port())}
+        self._launch(at, run, variables, (at.gpu,), url)
+        self.splits[at] = url
+
     def _start_sglang_split(self, at: EncoderAt) -> None:
         """Its cache of rows is off by default."""
         port = free_port()
@@ -367,22 +403,35 @@ class Group:
         ]
         port = free_port()
         run, variables = make(at, port)
-        self.servers[at] = f"http://127.0.0.1:{port}"
-        self._launch(at, run, variables | self._mps_variables(at.encoder), at.gpus, self.servers[at])
+        url = f"http://127.0.0.1:{port}"
+        self._launch(at, run, variables | self._mps_variables(at.encoder), at.gpus, url)
+        if self.arguments.engine == "vllm" and at.encoder is not None and at.encoder.program == SPLIT:
+            url = self._start_proxy(at, url)
+        self.servers[at] = url
+
+    def _start_proxy(self, at: ServerAt, server: str) -> str:
+        """Before both instances of vLLM's own split. Returns its URL."""
+        port, encoder = free_port(), self._started(at, self.splits)
+        url = f"http://127.0.0.1:{port}"
+        self._launch(at, ["-m", "bench.epd_proxy", str(port), encoder, server], {}, at.gpus, url)
+        return url
 
     def _vllm_server(self, at: ServerAt, port: int) -> tuple[list[str], dict[str, str]]:
-        target = self._encoder(at).target if at.encoder else "127.0.0.1:50051"
+        is_ours = at.encoder is not None and at.encoder.program == OURS
+        target = self._encoder(at).target if is_ours else "127.0.0.1:50051"
         replaced = {"MODEL": str(self.checkpoint), "8000": str(port), "127.0.0.1:50051": target}
         command = vllm.documented("vllm serve", replaced)
-        if not at.encoder:
+        if not is_ours:
             command = command[: command.index("--ec-transfer-config")]
+        if at.encoder is not None and not is_ours:
+            command += transfer_of_rows("ec_consumer", self.on_cpu)
         if at.option == GRAPHS and not self.on_cpu:
-            command += ["--compilation-config", '{"cudagraph_mm_encoder": true}']
+            command += VLLM_GRAPHS
         if len(at.gpus) > 1:
             command += ["--tensor-parallel-size", str(len(at.gpus))]
         if self.arguments.kv_gib:
             command += ["--kv-cache-memory-bytes", str(int(self.arguments.kv_gib * (1 << 30)))]
-        return ["-m", "vllm.entrypoints.cli.main", *command[1:], *engine_arguments(self.arguments)], {}
+        return [*VLLM, *command[1:], *engine_arguments(self.arguments)], {}
 
     def _sglang_server(self, at: ServerAt, port: int) -> tuple[list[str], dict[str, str]]:
         run, variables = self._sglang_command(port), {}
@@ -391,7 +440,7 @@ class Group:
         if len(at.gpus) > 1:
             run += ["--tp-size", str(len(at.gpus))]
         if at.encoder is not None and at.encoder.program == SPLIT:
-            run += sglang.protocol_arguments(self._split(at))
+            run += sglang.protocol_arguments(self._started(at, self.splits))
         elif at.encoder is not None and at.option == PROTOCOL:
             run += sglang.protocol_arguments(self._encoder(at).sglang_url)
         elif at.encoder is not None:
@@ -408,16 +457,15 @@ class Group:
         return [*sglang.PROGRAM, *model, *engine_arguments(self.arguments)]
 
     def _encoder(self, at: ServerAt) -> Any:
-        while at.encoder not in self.encoders:
+        return self._started(at, self.encoders)
+
+    def _started(self, at: ServerAt, known: dict[EncoderAt, Any]) -> Any:
+        """The server's encoder, as soon as it is known. Raises CannotRun."""
+        while at.encoder not in known:
             if at.encoder in self.failures:
                 raise CannotRun(self.failures[at.encoder])
             time.sleep(0.1)
-        return self.encoders[at.encoder]
-
-    def _split(self, at: ServerAt) -> str:
-        if at.encoder not in self.splits:
-            raise CannotRun(self.failures[at.encoder])  # type: ignore[index]
-        return self.splits[at.encoder]
+        return known[at.encoder]
 
     # -- processes -----------------------------------------------------------------------------------------
 
@@ -446,7 +494,7 @@ class Group:
         except AssertionError as error:
             # What failed first is above the end of the log.
             raise AssertionError(f"{process.tail(1 << 20)}\n{error}") from None
-        self.processes[at] = process
+        self.processes[at].append(process)
 
     def _folder(self, name: str) -> Path:
         folder = self.folder / f"{name}-{next(self._numbers)}"

@@ -29,8 +29,8 @@ def test_epd_compares_both_servers(tmp_path: Path) -> None:
 
 @pytest.mark.extended
 def test_epd_says_why_a_peer_cannot_run_and_measures_the_others(tmp_path: Path) -> None:
-    """Without NVIDIA's MPS on a CPU."""
-    result = check_epd(tmp_path, 1, "--peers", "mps", "tower")
+    """Without NVIDIA's MPS and vLLM's own split on a CPU."""
+    result = check_epd(tmp_path, 1, "--peers", "mps", "split", "tower")
     assert result["left_out"] == {"mps": "MPS needs a GPU", "split": NO_SPLIT}
 
 
