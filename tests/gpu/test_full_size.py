@@ -72,7 +72,9 @@ def attend_in_blocks(
     lengths = cu_seqlens.diff().tolist()
     parts = [
         torch.nn.functional.scaled_dot_product_attention(block, k, v, scale=scale)
-        for q, k, v in zip(*(x.transpose(0, 1).split(lengths, dim=1) for x in (q_PHd, k_PHd, v_PHd)), strict=True)
+        for q, k, v in zip(
+            *(x.transpose(0, 1).split(lengths, dim=1) for x in (q_PHd, k_PHd, v_PHd)), strict=True
+        )
         for block in q.split(QUERY_BLOCK, dim=1)
     ]
     return torch.cat(parts, dim=1).transpose(0, 1)
