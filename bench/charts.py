@@ -19,14 +19,22 @@ INK, GRID = "#333333", "#e4e4e4"
 WARM, COOL, DEEP = "#d1570d", "#64788f", "#7d2181"
 MIB = 1 << 20
 
-# Families and variants in the order of the chart. The reference has cool colours, our variants warm ones.
+# Families and variants in the order of the chart. The reference has cool colours, vLLM violet ones, our
+# variants warm ones.
 FAMILIES = {
     "qwen3_vl": "Qwen3-VL",
     "qwen3_5": "Qwen3.5",
     "kimi_k25": "Kimi-K2.5",
+    "qwen4_exp": "Qwen3.8-Flash-Next",
+    "qwen3_omni_moe": "Qwen3-Omni",
+    "interns1_pro": "Intern-S1-Pro",
+    "intern_s2_preview": "Intern-S2-Preview",
+    "kimi_vl": "Kimi-VL",
+    "kimi_k3": "Kimi-K3",
     "glm4v": "GLM-4.1V",
     "glm_ocr": "GLM-OCR",
     "glm5_next": "GLM-5.3-Flash",
+    "ling_vl": "Ling-3.0-flash-VL",
     "qwen2_5_vl": "Qwen2.5-VL",
 }
 CASE_ORDER = ("1x256", "1x448", "1x1024", "8x1024", "32x448", "mixed", "clip")
@@ -35,6 +43,8 @@ VARIANT_STYLES = {
     "ref_fa3": ("reference, FA3", "#98a4b3", "^"),
     "ref_fa3_graph": ("reference, FA3, exact graph", COOL, "<"),
     "ref_compiled": ("reference, FA3, compiled, graph", "#33485f", ">"),
+    "vllm": ("vLLM's tower, eager", "#c9a5cd", "X"),
+    "vllm_graphs": ("vLLM's tower, exact graph", DEEP, "d"),
     "plain": ("plain", "#f2cf9b", "s"),
     "fused": ("fused, eager", "#eda04e", "D"),
     "graph_torch": ("bucketed graph, torch's products", "#e07b3a", "P"),
@@ -114,15 +124,19 @@ def draw_towers(figure: Any, result: dict[str, Any]) -> str:
     families = list(dict.fromkeys(one["family"] for one in records))
     if not families:
         raise NoChart(f"{len(result['records'])} records, none of {', '.join(VARIANT_STYLES)}")
-    variants = [variant for variant in VARIANT_STYLES if any(one["variant"] == variant for one in records)]
     figure.set_size_inches(15, 3.3 * len(families) + 1)
     axes = figure.subplots(len(families), 2, width_ratios=(2.2, 1), squeeze=False)
+    lines: dict[str, Any] = {}
     for (left, right), family in zip(axes, families, strict=True):
         own = [one for one in records if one["family"] == family]
+        # A family may lack some: vLLM has graphs of a few.
+        variants = [variant for variant in VARIANT_STYLES if any(one["variant"] == variant for one in own)]
         tower_times(left, own, variants, result["ceilings"]["matmul_tflops"], family)
         tower_rates(right, own, variants, result["ceilings"]["matmul_tflops"], family)
-    handles, labels = axes[0][1].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower left", frameon=False, ncols=7)
+        handles, labels = right.get_legend_handles_labels()
+        lines |= dict(zip(labels, handles, strict=True))
+    names = [label for label, _, _ in VARIANT_STYLES.values() if label in lines]
+    figure.legend([lines[name] for name in names], names, loc="outside lower left", frameon=False, ncols=7)
     settings = result["settings"]
     return f"One tower forward on {result['device']}, {settings['size']} size, {settings['dtype']}"
 

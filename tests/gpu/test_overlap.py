@@ -24,7 +24,6 @@ from encoder_service.types import FrameItem, Grid, PatchItem, TowerItem
 from tests.gpu.test_graphs import (
     CUDA,
     FAMILIES,
-    MAX_FRAMES,
     MAX_PATCHES,
     backends,
     captured_runner,
@@ -118,7 +117,7 @@ class Rig:
 @pytest.fixture(scope="module", params=FAMILIES)
 def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
     tower = fused_tower(request.param, "small", backends()[0])
-    yield Rig(captured_runner(tower, default_ladder(MAX_PATCHES, max_frames=MAX_FRAMES)))
+    yield Rig(captured_runner(tower, default_ladder(MAX_PATCHES, max_frames=tower.max_frames)))
     torch.cuda.empty_cache()
 
 
@@ -137,7 +136,7 @@ def test_rounding_on_the_host_is_rounding_on_the_device(dtype: torch.dtype) -> N
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_full_tower_is_kept_busy_and_a_step_costs_the_host_little(family: str) -> None:
     tower = fused_tower(family, "full", backends()[0])
-    rig = Rig(captured_runner(tower, default_ladder(16_384, max_frames=MAX_FRAMES)))
+    rig = Rig(captured_runner(tower, default_ladder(16_384, max_frames=tower.max_frames)))
     launcher = rig.launcher()
     items = [rig.item(Grid(1, 28, 28), frames=True) for _ in range(20)]
     host_s = host_seconds(launcher, items, 30)[10:]

@@ -17,7 +17,6 @@ from encoder_service.types import FrameItem, TowerItem
 from tests.gpu.test_graphs import (
     CUDA,
     FAMILIES,
-    MAX_FRAMES,
     MAX_PATCHES,
     RELATIVE,
     backends,
@@ -33,7 +32,7 @@ pytestmark = pytest.mark.gpu
 @pytest.fixture(scope="module", params=FAMILIES)
 def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
     tower = fused_tower(request.param, "small", backends()[0])
-    yield Rig(captured_runner(tower, default_ladder(MAX_PATCHES, max_frames=MAX_FRAMES)))
+    yield Rig(captured_runner(tower, default_ladder(MAX_PATCHES, max_frames=tower.max_frames)))
     torch.cuda.empty_cache()
 
 

@@ -132,8 +132,11 @@ WRONG_TENSORS: dict[str, tuple[Callable[[Tensors, str], object], type[Checkpoint
 @pytest.mark.parametrize("wrong", WRONG_TENSORS)
 def test_wrong_tensors_are_named(tmp_path: Path, family: str, wrong: str) -> None:
     change, error, text = WRONG_TENSORS[wrong]
-    with pytest.raises(error, match=text):
+    with pytest.raises(error, match=text) as refusal:
         load(write(tmp_path, family, lambda tensors: change(tensors, QKV[family])))
+    # As the files have it.
+    named = QKV[family].replace(".1.", ".9.") if wrong == "extra" else QKV[family]
+    assert f" {named}" in refusal.value.message
 
 
 def test_two_prefixes_at_once_are_refused(tmp_path: Path) -> None:
