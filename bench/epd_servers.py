@@ -225,8 +225,10 @@ def engine_arguments(arguments: argparse.Namespace) -> list[str]:
         common = [*sglang.CPU, *sglang.LANGUAGE_MODEL]
     else:
         common = ["--host", "127.0.0.1", "--dtype", "bfloat16", "--load-format", "dummy"]
-        # The fraction is of what is free at a server's start; the tokens bound what it takes of that.
-        common += ["--mem-fraction-static", "0.7", "--max-total-tokens", "40960", "--skip-server-warmup"]
+        # The tokens bound the KV cache, so that it is the same in each: the fraction is of what is free at a
+        # server's start, when others may start too. They are enough for four images of 1024 px at a rate.
+        common += ["--mem-fraction-static", "0.9", "--max-total-tokens", "65536", "--skip-server-warmup"]
+        common += ["--context-length", "16384"]
     return [*common, *arguments.engine_arguments.split()]
 
 
@@ -274,14 +276,14 @@ class Group:
 
     def start(self) -> dict[str, Running]:
         """This service's first encoder alone, because it measures kernels; then all others at once, as far as
-        there are cores. Only vLLM's servers: each of the others takes a share of what is free."""
+        there are cores. LMDeploy's servers one after the other: each takes a share of what is free."""
         encoders = sorted(self.wanted_encoders, key=lambda encoder: encoder.program == SPLIT)
         if any(encoder.mps for encoder in encoders):
             self._start_mps()
         first = [encoder for encoder in encoders[:1] if encoder.program == OURS]
         for encoder in first:
             self._try(self._start_encoder, encoder)
-        num_threads = max(1, len(os.sched_getaffinity(0)) // 2) if self.arguments.engine == "vllm" else 1
+        num_threads = 1 if self.arguments.engine == "lmdeploy" else max(1, len(os.sched_getaffinity(0)) // 2)
         with ThreadPoolExecutor(num_threads) as pool:
             # Encoders are first in the queue, so that none waits for a thread that a server has.
             rest = encoders[len(first) :]
