@@ -31,20 +31,10 @@ from lm_adapter.testing import Fault
 from tests.engines.faults import FAULTS, OTHER_MODELS, answer_to, in_place_of, new_picture, script_for
 from tests.engines.pictures import picture
 from tests.engines.stack import TIMEOUT_S
-from tests.lmdeploy.answers import ONE, num_cached
+from tests.lmdeploy.answers import CASES, ONE, TEXT, num_cached
 from tests.sglang.reference import IMAGE, Reference, prompt
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore")]
-
-TEXT = prompt("Say something about waves.")
-CASES = (
-    (ONE, (0,)),
-    (prompt("Look at this: ", IMAGE), (1,)),
-    (prompt(IMAGE, IMAGE, "Compare the two."), (0, 1)),
-    (prompt("First ", IMAGE, " then ", IMAGE, " and ", IMAGE), (2, 0, 2)),
-    (TEXT, ()),
-)
-"""Prompts, and which images they have."""
 
 
 @pytest.fixture(scope="session")
