@@ -41,7 +41,7 @@ WAYS = re.compile(
 )
 """What the servers' logs say of how rows come; SGLang's pool in device memory was full at least once."""
 OURS, SPLIT = "this service", "the engine's own"
-GRAPHS, PROTOCOL = "encoder graphs", "by SGLang's protocol"
+GRAPHS, PROTOCOL, HOST = "encoder graphs", "by SGLang's protocol", "rows by host memory"
 NO_SPLIT = (
     "vLLM 0.33's ECCPUConnector and ECMooncakeConnector need its V2 model runner, which needs Triton: on a"
     " CPU the first does not start, and with the second no request gets its rows"
@@ -116,6 +116,7 @@ def peers_of(engine: str, num_gpus: int) -> dict[str, Peer]:
     }
     if engine == "lmdeploy":  # its tower has no graphs of its own
         del found["graphs"]
+        found["host"] = Peer(tuple(ServerAt((gpu,), EncoderAt(gpu), HOST) for gpu in every))
         return found
     found["split"] = Peer(tuple(ServerAt((gpu,), EncoderAt(last, SPLIT)) for gpu in rest))
     if engine == "sglang":
@@ -453,7 +454,8 @@ class Group:
 
     def _lmdeploy_server(self, at: ServerAt, port: int) -> tuple[list[str], dict[str, str]]:
         target = self._encoder(at).target if at.encoder else None
-        run, variables = lmdeploy.command(self.checkpoint, port, target)
+        settings = {"transports": ["host", "inline"]} if at.option == HOST else {}
+        run, variables = lmdeploy.command(self.checkpoint, port, target, **settings)
         return [*run, *engine_arguments(self.arguments)], variables
 
     def _sglang_command(self, port: int) -> list[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 import pytest
 
 from bench.harness.engine_checkpoints import write_checkpoint
+from bench.harness.waiting import wait_until
 from lm_adapter.engines.shared.rows import MAX_ROWS_BYTES
 from tests.engines.agreement import agree
 from tests.engines.pictures import SIZES, picture
@@ -102,6 +104,26 @@ def test_p39_rows_give_the_tokens_of_the_tower(
         found = list(pool.map(lambda number: answer(server, number, images), numbers))
     agree([tower[number] for number in numbers], found, DTYPE)
     assert "is built without a vision tower" in server.log
+
+
+def test_rows_come_from_the_encoders_gpu_memory(
+    tower: list[dict[str, Any]], images: list[bytes], server: Any
+) -> None:
+    """Once the engine has attached itself, which the first image begins; their tokens are the tower's."""
+    numbers = [number for number, (_, chosen) in enumerate(given.CASES) if chosen]
+    assert "image rows go to the GPU: 1024 MiB of it are reserved" in server.log
+
+    def last_way() -> str:
+        return [": ".join(way) for way in re.findall(r"image rows come by (\w+): (.*)", server.log)][-1]
+
+    def come_by_device() -> bool:
+        server.tokens(given.ONE, [picture(random.getrandbits(32))])
+        return last_way().startswith("device")
+
+    wait_until(come_by_device, "rows by device memory")
+    found = [answer(server, number, images) for number in numbers]
+    agree([tower[number] for number in numbers], found, DTYPE)
+    assert last_way().startswith("device")
 
 
 def test_p12_a_second_turn_reuses_the_first_images_prefix(server: Any) -> None:
