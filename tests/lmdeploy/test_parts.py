@@ -212,16 +212,24 @@ class GpuRows:
 
 
 @pytest.mark.parametrize("has_step", [True, False])
-def test_rows_on_a_gpu_leave_it_with_their_step_or_the_first_token(has_step: bool) -> None:
+def test_rows_on_a_gpu_leave_it_with_their_step_or_the_first_token(
+    has_step: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """LMDeploy keeps them until the request ends, for a preemption."""
+    waited: list[Any] = []
+    moved = SimpleNamespace(record=lambda _stream: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(wait_event=waited.append))
+    monkeypatch.setattr(torch.cuda, "Event", lambda: moved)
     on_gpu: Any = GpuRows()
     rows = ImageRows(on_gpu)
     if has_step:
         assert rows.to("cuda", non_blocking=True) is on_gpu
     rows.leave_gpu()
     assert on_gpu.calls == ["to cuda"] * has_step + ["recorded", "to cpu"]
-    # After a preemption.
+    # After a preemption, once the copy has ended.
+    assert not waited
     assert rows.to("cpu") is on_gpu.on_host
+    assert waited == [moved]
 
 
 @pytest.mark.parametrize(
@@ -341,6 +349,9 @@ def test_ranks_in_other_processes_find_the_classes_without_towers(tmp_path: Path
     )  # fmt: skip
     names = [config.hf_config.architectures[0] for config in configs]
     assert set(names) == set(CUSTOM_MODULE_MAP)
+    # With what the engine's process compares rows.
+    served = {Geometry.of_model(config).family for config in configs}
+    assert served == {"qwen3_vl", "qwen3_5", "kimi_k25"}
     lines = [f"lm_adapter.engines.lmdeploy.models {name}" for name in names]
     assert ended.stdout.decode().splitlines()[-len(lines) :] == lines, ended.stderr.decode()
 
