@@ -56,6 +56,8 @@ def write_language_model(folder: Path, device: torch.device) -> None:
         file = f"{spec.name}.safetensors"
         save_file({spec.name: drawn(spec, generator)}, folder / file, metadata={"format": "pt"})
         index["weight_map"][spec.name] = file
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # servers get the memory
     path.write_text(json.dumps(index), encoding="utf-8")
 
 

@@ -78,7 +78,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=16.0, help="of each rate")
     parser.add_argument("--time-limit-s", type=float, default=math.inf, help="no point begins later")
-    parser.add_argument("--kv-gib", type=float, help="of each vLLM; by default what the fullest GPU has left")
+    parser.add_argument(
+        "--kv-gib", type=float, help="of each vLLM or LMDeploy; by default what the fullest GPU has left"
+    )
     parser.add_argument(
         "--running", nargs=2, action="append", default=[], metavar=("PEER", "URL"), help="is not started"
     )
@@ -93,7 +95,7 @@ def parse_arguments() -> argparse.Namespace:
     groups = arguments.peers or default_groups(arguments.engine, arguments.device, arguments.gpus)
     known = peers_of(arguments.engine, arguments.gpus)
     arguments.peers = [{name: chosen_peer(parser, name, known) for name in group} for group in groups]
-    if arguments.engine == "vllm" and arguments.device == "cuda" and arguments.kv_gib is None:
+    if arguments.engine != "sglang" and arguments.device == "cuda" and arguments.kv_gib is None:
         # Of all groups the same, so that their figures can be compared.
         arguments.kv_gib = min(kv_gib(group.values()) for group in arguments.peers)
     known_mixes = MIXES[arguments.size]

@@ -41,7 +41,7 @@ WAYS = re.compile(
 )
 """What the servers' logs say of how rows come; SGLang's pool in device memory was full at least once."""
 OURS, SPLIT = "this service", "the engine's own"
-GRAPHS, PROTOCOL = "encoder graphs", "by SGLang's protocol"
+GRAPHS, PROTOCOL, HOST = "encoder graphs", "by SGLang's protocol", "rows by host memory"
 NO_SPLIT = (
     "vLLM 0.33's ECCPUConnector and ECMooncakeConnector need its V2 model runner, which needs Triton: on a"
     " CPU the first does not start, and with the second no request gets its rows"
@@ -60,6 +60,9 @@ SERVER_GIB, ENCODER_GIB = 22, 8
 """Memory of a server beside its KV cache (about 8B parameters in bfloat16, activations, graphs), and of an
 encoder with its arena."""
 USABLE_SHARE = 0.92
+LMDEPLOY_BLOCK, KV_BYTES = 64, 2 * 8 * 128 * 2
+"""Tokens of a block of LMDeploy's KV cache, and bytes of a token in a layer of the language model of size
+``full``."""
 REASON = re.compile(r"^(?:\([^)]*\) ERROR [^\]]*\] )?([\w.]*(?:Error|Exception)\b.*)$", re.MULTILINE)
 
 
@@ -113,6 +116,7 @@ def peers_of(engine: str, num_gpus: int) -> dict[str, Peer]:
     }
     if engine == "lmdeploy":  # its tower has no graphs of its own
         del found["graphs"]
+        found["host"] = Peer(tuple(ServerAt((gpu,), EncoderAt(gpu), HOST) for gpu in every))
         return found
     found["split"] = Peer(tuple(ServerAt((gpu,), EncoderAt(last, SPLIT)) for gpu in rest))
     if engine == "sglang":
@@ -214,13 +218,12 @@ def engine_arguments(arguments: argparse.Namespace) -> list[str]:
             common += ["--dtype", "bfloat16", "--max-model-len", "16384", "--max-num-batched-tokens", "8192"]
             # With a KV cache of a given size, the share is only what has to be free at the start.
             common += ["--load-format", "dummy", "--gpu-memory-utilization", "0.1"]
+    elif arguments.engine == "lmdeploy" and on_cpu:
+        common = [*lmdeploy.SERVING, *lmdeploy.SMALL]
     elif arguments.engine == "lmdeploy":
-        common = (
-            [*lmdeploy.SERVING, *lmdeploy.SMALL] if on_cpu else [*lmdeploy.SERVING, "--dtype", "bfloat16"]
-        )
-        if not on_cpu:
-            # Of what is free at a server's start; three share a GPU, one after the other.
-            common += ["--session-len", "16384", "--cache-max-entry-count", "0.3"]
+        blocks = int(arguments.kv_gib * (1 << 30)) // (LMDEPLOY_BLOCK * KV_BYTES * arguments.lm_layers)
+        common = [*lmdeploy.SERVING, "--log-level", "WARNING", "--dtype", "bfloat16"]
+        common += ["--session-len", "16384", "--num-gpu-blocks", str(blocks)]
     elif on_cpu:
         common = [*sglang.CPU, *sglang.LANGUAGE_MODEL]
     else:
@@ -276,14 +279,14 @@ class Group:
 
     def start(self) -> dict[str, Running]:
         """This service's first encoder alone, because it measures kernels; then all others at once, as far as
-        there are cores. LMDeploy's servers one after the other: each takes a share of what is free."""
+        there are cores."""
         encoders = sorted(self.wanted_encoders, key=lambda encoder: encoder.program == SPLIT)
         if any(encoder.mps for encoder in encoders):
             self._start_mps()
         first = [encoder for encoder in encoders[:1] if encoder.program == OURS]
         for encoder in first:
             self._try(self._start_encoder, encoder)
-        num_threads = 1 if self.arguments.engine == "lmdeploy" else max(1, len(os.sched_getaffinity(0)) // 2)
+        num_threads = max(1, len(os.sched_getaffinity(0)) // 2)
         with ThreadPoolExecutor(num_threads) as pool:
             # Encoders are first in the queue, so that none waits for a thread that a server has.
             rest = encoders[len(first) :]
@@ -451,7 +454,8 @@ class Group:
 
     def _lmdeploy_server(self, at: ServerAt, port: int) -> tuple[list[str], dict[str, str]]:
         target = self._encoder(at).target if at.encoder else None
-        run, variables = lmdeploy.command(self.checkpoint, port, target)
+        settings = {"transports": ["host", "inline"]} if at.option == HOST else {}
+        run, variables = lmdeploy.command(self.checkpoint, port, target, **settings)
         return [*run, *engine_arguments(self.arguments)], variables
 
     def _sglang_command(self, port: int) -> list[str]:

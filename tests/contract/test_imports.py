@@ -23,7 +23,7 @@ ENGINE_CODE = (
     "lm_adapter.engines.lmdeploy.engine",
     "lm_adapter.engines.lmdeploy.media",
     "lm_adapter.engines.lmdeploy.models",
-    "lm_adapter.engines.lmdeploy.rows_file",
+    "lm_adapter.engines.lmdeploy.rank",
     "lm_adapter.engines.lmdeploy.serve",
     "lm_adapter.engines.lmdeploy.server",
     "lm_adapter.engines.sglang.models",

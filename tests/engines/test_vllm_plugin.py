@@ -32,8 +32,8 @@ from lm_adapter.engines.vllm import models
 from lm_adapter.engines.vllm.connector import ConnectorMethods
 from lm_adapter.engines.vllm.interfaces import INTERFACES
 from lm_adapter.engines.vllm.models import ARCHITECTURES, check_model
-from lm_adapter.engines.vllm.rank_socket import StepRows
 from lm_adapter.engines.vllm.settings import CONNECTOR, MODULE, Settings, mark
+from lm_adapter.engines.vllm.step_rows import StepRows
 from lm_adapter.engines.vllm.worker.without_tower import TOWER_PREFIXES
 from lm_adapter.errors import InvalidRequest, ItemFailed
 from tests.engines.near_model import ARCHITECTURE, write_near_checkpoint

@@ -20,18 +20,18 @@ import pytest
 from bench.harness.ports import free_port
 from bench.harness.waiting import wait_until
 from lm_adapter.engines.shared.error_text import MAX_MESSAGE_CHARS, MAX_REASON_CHARS
-from lm_adapter.engines.vllm.rank_socket import (
+from lm_adapter.engines.shared.rank_socket import (
     LENGTH,
     MAX_FRAME_BYTES,
     RankSocket,
     RowsOrder,
     RowsRead,
-    StepRows,
     connect,
     failure_frame,
     receive,
     send,
 )
+from lm_adapter.engines.vllm.step_rows import StepRows
 from lm_adapter.errors import InvalidRequest, ItemFailed
 from lm_adapter.items import Grid
 from lm_adapter.testing import FakeEncoder, Fault, fake_rows

@@ -11,26 +11,30 @@ from bench.harness.processes import data_url
 from tests.sglang.reference import IMAGE, prompt
 
 ONE = prompt(IMAGE, "What is in the picture?")
+TEXT = prompt("Say something about waves.")
+CASES = (
+    (ONE, (0,)),
+    (prompt("Look at this: ", IMAGE), (1,)),
+    (prompt(IMAGE, IMAGE, "Compare the two."), (0, 1)),
+    (prompt("First ", IMAGE, " then ", IMAGE, " and ", IMAGE), (2, 0, 2)),
+    (TEXT, ()),
+)
+"""Prompts, and which images they have."""
 LOGPROBS = ("--logprobs-mode", "raw_logprobs")
 """The option that a comparison needs."""
 
 
-def answers(server: Lmdeploy, images: Sequence[bytes]) -> list[dict[str, Any]]:
+def answer(server: Lmdeploy, text: str, images: Sequence[bytes]) -> dict[str, Any]:
     """In the form of ``agree``."""
-    found = []
-    for image in images:
-        response = server.generate(ONE, [image], return_logprob=True, top_logprobs_num=8)
-        assert response.status_code == 200, response.text
-        answer = response.json()
-        steps = answer["meta_info"]["output_top_logprobs"]
-        found.append(
-            {
-                "tokens": answer["output_ids"],
-                "logprobs": [{str(token): value for value, token in step} for step in steps],
-                "num_prompt": answer["meta_info"]["prompt_tokens"],
-            }
-        )
-    return found
+    response = server.generate(text, images, return_logprob=True, top_logprobs_num=8)
+    assert response.status_code == 200, response.text
+    found = response.json()
+    steps = found["meta_info"]["output_top_logprobs"]
+    return {
+        "tokens": found["output_ids"],
+        "logprobs": [{str(token): value for value, token in step} for step in steps],
+        "num_prompt": found["meta_info"]["prompt_tokens"],
+    }
 
 
 def num_cached(server: Lmdeploy, image: bytes, *further: str) -> int:

@@ -19,6 +19,13 @@ if TYPE_CHECKING:
 if importlib.util.find_spec("lmdeploy") is None:
     collect_ignore_glob = ["test_*.py"]
 else:
+    import torch
+
+    # torch notes its factories when it first has a default device. lmdeploy_on_cpu.py replaces them once some
+    # test imports LMDeploy, and then the reference model would be built without its default device.
+    with torch.device("cpu"):
+        torch.empty(0)
+
     from bench.harness.engine_checkpoints import write_checkpoint
     from bench.harness.vllm import Encoder
     from tests.engines.pictures import picture

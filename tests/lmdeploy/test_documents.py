@@ -19,7 +19,7 @@ from bench.harness.vllm import Encoder
 from lm_adapter.engines.lmdeploy.settings import VARIABLE
 from tests.engines.agreement import agree
 from tests.engines.near_model import ARCHITECTURE, write_near_checkpoint
-from tests.lmdeploy.answers import LOGPROBS, answers
+from tests.lmdeploy.answers import LOGPROBS, ONE, answer
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -29,14 +29,14 @@ def test_the_documents_commands_give_the_answers_of_lmdeploys_own_tower(
 ) -> None:
     """Both in the checkpoint's bfloat16."""
     with Lmdeploy(checkpoint, tmp_path, None, LOGPROBS, {}) as own:
-        expected = answers(own, images)
+        expected = [answer(own, ONE, [image]) for image in images]
     assert len({tuple(one["tokens"]) for one in expected}) == len(images)
     (tmp_path / "plugin").mkdir()
     with (
         Encoder(checkpoint, None, tmp_path) as encoder,
         Lmdeploy(checkpoint, tmp_path / "plugin", encoder.target, LOGPROBS, {}) as server,
     ):
-        agree(expected, answers(server, images), "bfloat16")
+        agree(expected, [answer(server, ONE, [image]) for image in images], "bfloat16")
         assert encoder.num_encoded() == len(images)
 
 

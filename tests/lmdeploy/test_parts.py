@@ -4,129 +4,285 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import gc
+import json
 import logging
-import os
 import pickle
-import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 import torch
+from transformers import AutoConfig
 
 from bench.harness.engine_checkpoints import write_checkpoint
 from bench.harness.processes import environment
+from bench.harness.waiting import wait_until
+from lm_adapter.engines.lmdeploy import rank as rank_module
 from lm_adapter.engines.lmdeploy.interfaces import INTERFACES
 from lm_adapter.engines.lmdeploy.module_map import CUSTOM_MODULE_MAP
-from lm_adapter.engines.lmdeploy.rows_file import RowsFile, RowsHandle
-from lm_adapter.engines.lmdeploy.settings import VARIABLE
-from lm_adapter.errors import InvalidRequest
+from lm_adapter.engines.lmdeploy.orders import HeldRows, RowOrders, RowsHandle
+from lm_adapter.engines.lmdeploy.rank import ImageRows, Rank
+from lm_adapter.engines.lmdeploy.settings import SOCKET_VARIABLE, VARIABLE, Settings
+from lm_adapter.engines.shared import rows as shared_rows
+from lm_adapter.engines.shared.geometry import Geometry
+from lm_adapter.engines.shared.images import ImageFile
+from lm_adapter.errors import InvalidRequest, ItemFailed
 from lm_adapter.items import Grid
-from lm_adapter.types import EncodedRows
+from lm_adapter.keys import content_digest
+from lm_adapter.testing import FakeEncoder, FakeScript, Fault, fake_model, fake_rows
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.anyio, pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
 WIDTH = 24
 
 
-def encoded(num_rows: int, seed: int) -> EncodedRows:
-    payload = np.random.default_rng(seed).integers(0, 255, num_rows * WIDTH * 2, dtype=np.uint8)
-    return EncodedRows(b"k", b"d", Grid(1, 2, 2 * num_rows), num_rows, WIDTH, "bfloat16", 0, payload)
+GEOMETRY: dict[str, Any] = {"out_width": 64, "num_deepstack_levels": 2, "dtype": "float32"}
+"""Of the tiny checkpoint of Qwen3-VL."""
+GRID, NUM_ROWS = Grid(1, 4, 6), 6
+LOGGER = logging.getLogger("of a test")
 
 
-def bits(rows: torch.Tensor) -> bytes:
-    return rows.contiguous().view(torch.uint8).numpy().tobytes()
+def an_image(content: bytes) -> ImageFile:
+    """The made-up encoder decodes nothing."""
+    return ImageFile(content, 96, 64, content_digest(content))
 
 
-def test_rows_arrive_by_their_handles_and_are_freed_with_the_request() -> None:
-    given_back: list[bool] = []
-
-    async def run() -> None:
-        sent = [encoded(3, 0), encoded(7, 1)]
-        file: RowsFile | None = RowsFile(sent, lambda: given_back.append(True))
-        assert file is not None
-        handles = file.write()
-        file = None
-        received: list[RowsHandle] = pickle.loads(pickle.dumps(handles))
-        opened = [handle.open() for handle in received]
-        assert [bits(one) for one in opened] == [one.raw().tobytes() for one in sent]
-        assert [one.shape for one in opened] == [(3, WIDTH), (7, WIDTH)]
-        assert not given_back
-        handles.clear()
-        gc.collect()
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        assert given_back == [True]
-        # Who has mapped the rows keeps them; who comes later gets an error, not other rows.
-        assert bits(opened[0]) == sent[0].raw().tobytes()
-        for handle in received:
-            with pytest.raises(OSError, match=r"No such file|other content"):
-                handle.open()
-
-    asyncio.run(run())
+IMAGES = [an_image(bytes([number])) for number in range(3)]
 
 
-def test_a_handle_whose_descriptor_is_another_file_by_now_is_refused(tmp_path: Path) -> None:
-    with (tmp_path / "other").open("wb") as other:
-        other.write(bytes(1 << 16))
-        other.flush()
-        handle = RowsHandle(os.getpid(), other.fileno(), 1, 0, (3, WIDTH), "bfloat16")
-        with pytest.raises(OSError, match="other content"):
-            pickle.loads(pickle.dumps(handle)).open()
+def rows_of(image: ImageFile) -> np.ndarray[Any, Any]:
+    return fake_rows(image.digest, NUM_ROWS, 3 * 64)
 
 
-HOLDER = """
-import asyncio, pickle, sys, time
-from tests.lmdeploy.test_parts import encoded
-from lm_adapter.engines.lmdeploy.module_map import CUSTOM_MODULE_MAP
-from lm_adapter.engines.lmdeploy.rows_file import RowsFile
-
-async def run():
-    kept = RowsFile([encoded(300, 5)], lambda: None).write()
-    sys.stdout.buffer.write(pickle.dumps(kept))
-    sys.stdout.buffer.flush()
-    time.sleep(600)
-
-asyncio.run(run())
-"""
+@pytest.fixture(scope="module")
+def model_config(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    checkpoint = write_checkpoint(tmp_path_factory.mktemp("model") / "qwen3_vl", "qwen3_vl")
+    return SimpleNamespace(hf_config=AutoConfig.from_pretrained(checkpoint), dtype="float32")
 
 
-def test_p13_nothing_is_left_of_a_process_that_is_killed() -> None:
-    """Its handle is unpickled without an error, and opened with one."""
-    holder = subprocess.Popen([sys.executable, "-c", HOLDER], stdout=subprocess.PIPE, env=environment())
-    assert holder.stdout is not None
-    data = os.read(holder.stdout.fileno(), 1 << 16)
-    (handle,) = pickle.loads(data)
-    assert bits(handle.open()) == encoded(300, 5).raw().tobytes()
-    assert "/dev/shm/" not in Path(f"/proc/{holder.pid}/maps").read_text()
-    holder.send_signal(signal.SIGKILL)
-    holder.wait(30)
-    holder.stdout.close()
-    (handle,) = pickle.loads(data)
-    with pytest.raises(OSError, match="No such file"):
-        handle.open()
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeEncoder]:
+    grids = {image.digest: GRID for image in IMAGES}
+    with FakeEncoder(script=FakeScript(model=fake_model(**GEOMETRY), grids=grids)) as running:
+        monkeypatch.setenv(VARIABLE, json.dumps({"target": running.target}))
+        yield running
 
 
-def test_p32_a_request_whose_rows_are_gone_ends_alone() -> None:
+@pytest.fixture
+def orders(fake: FakeEncoder, model_config: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[RowOrders]:
+    """Those of the API server. There is room for three images."""
+    geometry = Geometry.of_model(model_config)
+    monkeypatch.setattr(shared_rows, "MAX_ROWS_BYTES", 3 * geometry.num_bytes(GRID))
+    monkeypatch.setenv(SOCKET_VARIABLE, "")
+    orders = RowOrders(Settings(target=fake.target, timeout_s=10.0, retry_s=5.0), geometry, LOGGER)
+    yield orders
+    orders.close()
+
+
+@pytest.fixture
+def rank(orders: RowOrders, model_config: Any) -> Iterator[Rank]:
+    """That of the engine's process, whose socket is that of ``orders``."""
+    rank = Rank(model_config, is_alone=True)
+    yield rank
+    rank.close()
+
+
+def sent(held: HeldRows) -> list[RowsHandle]:
+    """The request's handles, as the engine's process unpickles them."""
+    handles: list[RowsHandle] = pickle.loads(pickle.dumps(held.handles()))
+    return handles
+
+
+async def test_rows_of_a_request_are_taken_in_the_engines_process(orders: RowOrders, rank: Rank) -> None:
+    """In the images' order, and once: what a step has used is held by nobody else."""
+    held = await orders.hold([*IMAGES[:2], IMAGES[0]], [GRID] * 3)
+    handles = sent(held)
+    for image, handle in zip([*IMAGES[:2], IMAGES[0]], handles, strict=True):
+        assert (rank.take(handle).to("cpu").numpy() == rows_of(image)).all()
+        with pytest.raises(LookupError, match="have been dropped"):
+            rank.take(handle)
+
+
+async def test_p17_rows_count_until_the_request_has_let_go_of_them(
+    fake: FakeEncoder, orders: RowOrders, rank: Rank
+) -> None:
+    """Also those of a request that was never sent: they leave the engine's process too."""
+    held: HeldRows | None = await orders.hold(IMAGES, [GRID] * 3)
+    assert held is not None
+    (handle, *_), handles = sent(held), held.handles()
+    waiting = asyncio.create_task(orders.hold(IMAGES[:1], [GRID]))
+    await asyncio.sleep(0.2)
+    held = None
+    assert not waiting.done()
+    assert fake.num_calls["Prefetch"] == 1
+    handles.clear()
+    assert (rank.take(sent(await waiting)[0]).to("cpu").numpy() == rows_of(IMAGES[0])).all()
+    with pytest.raises(LookupError, match="have been dropped"):
+        rank.take(handle)
+
+
+async def test_p32_rows_of_a_request_that_fails_or_leaves_are_dropped(
+    fake: FakeEncoder, orders: RowOrders, rank: Rank
+) -> None:
+    """One of its images has wrong rows; then its client leaves while one is read."""
+    fake.script.faults[IMAGES[1].digest] = Fault.WRONG_WIDTH
+    with pytest.raises(ItemFailed, match="width is 195, expected 192"):
+        await orders.hold(IMAGES, [GRID] * 3)
+    fake.script.faults[IMAGES[1].digest] = Fault.HANG
+    leaving = asyncio.create_task(orders.hold(IMAGES, [GRID] * 3))
+    await asyncio.to_thread(wait_until, lambda: fake.num_hanging_now > 0)
+    leaving.cancel()
+    fake.script.faults.clear()
+    held = await orders.hold(IMAGES, [GRID] * 3)
+    last = sent(held)[-1].number
+    for number in range(1, last - 2):
+        with pytest.raises(LookupError):
+            rank.take(RowsHandle(number))
+    assert (rank.take(RowsHandle(last)).to("cpu").numpy() == rows_of(IMAGES[2])).all()
+
+
+async def test_p32_rows_that_are_gone_before_they_are_read_are_encoded_again(
+    fake: FakeEncoder, orders: RowOrders, rank: Rank
+) -> None:
+    class Once(dict[str, Any]):
+        def __getitem__(self, method: str) -> Any:
+            return self.pop(method)
+
+    gone = ItemFailed("evicted", reason="UNKNOWN_KEY", status=5)
+    fake.script.call_failures = Once(Fetch=(grpc.StatusCode.NOT_FOUND, gone))
+    (handle,) = sent(await orders.hold(IMAGES[:1], [GRID]))
+    assert (rank.take(handle).to("cpu").numpy() == rows_of(IMAGES[0])).all()
+    assert fake.num_calls["Prefetch"] == 2
+
+
+async def test_p32_without_the_engines_process_requests_end_in_time(
+    fake: FakeEncoder, orders: RowOrders, rank: Rank
+) -> None:
+    rank.close()
+    slow = Settings(target=fake.target, timeout_s=0.5, retry_s=0.1)
+    other = RowOrders(slow, Geometry("qwen3_vl", 192, "float32", 2, 2, merges_time=False), LOGGER)
+    with pytest.raises(ItemFailed, match="1 of 1 ranks are away"):
+        await other.hold(IMAGES[:1], [GRID])
+    other.close()
+
+
+async def test_rows_above_the_limit_stay_off_the_gpu(orders: RowOrders, rank: Rank) -> None:
+    held = await orders.hold([*IMAGES, IMAGES[0]], [GRID] * 4)
+    assert all(order.on_host for order in held.orders)
+    assert (rank.take(sent(held)[3]).to("cpu").numpy() == rows_of(IMAGES[0])).all()
+
+
+async def test_p32_a_request_whose_rows_were_dropped_ends_alone(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In the engine's process, before LMDeploy's scheduler gets it."""
     from lmdeploy.messages import ResponseType
     from lmdeploy.pytorch.engine.engine_instance import EngineInstance
 
-    from lm_adapter.engines.lmdeploy import install
+    from lm_adapter.engines.lmdeploy import engine, install
 
     install()
-    handle = RowsHandle(os.getpid(), 1 << 20, 1, 0, (3, WIDTH), "bfloat16")
+    monkeypatch.setattr(engine, "ranks", [rank])
+    outputs = EngineInstance.async_stream_infer(
+        None, 1, input_ids=[1], multimodal=[{"pixel_values": RowsHandle(1)}]
+    )
+    assert [output.status async for output in outputs] == [ResponseType.INTERNAL_ENGINE_ERROR]
 
-    async def run() -> list[Any]:
-        outputs = EngineInstance.async_stream_infer(
-            None, 1, input_ids=[1], multimodal=[{"pixel_values": handle}]
-        )
-        return [output.status async for output in outputs]
 
-    assert asyncio.run(run()) == [ResponseType.INTERNAL_ENGINE_ERROR]
+class GpuRows:
+    """In place of a tensor on a GPU."""
+
+    is_cuda = True
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.on_host = torch.zeros(1)
+
+    def record_stream(self, _stream: Any) -> None:
+        self.calls.append("recorded")
+
+    def to(self, *, device: str, non_blocking: bool) -> Any:
+        self.calls.append(f"to {device}")
+        return self if device == "cuda" else self.on_host
+
+
+@pytest.mark.parametrize("has_step", [True, False])
+def test_rows_on_a_gpu_leave_it_with_their_step_or_the_first_token(
+    has_step: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """LMDeploy keeps them until the request ends, for a preemption."""
+    waited: list[Any] = []
+    moved = SimpleNamespace(record=lambda _stream: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(wait_event=waited.append))
+    monkeypatch.setattr(torch.cuda, "Event", lambda: moved)
+    on_gpu: Any = GpuRows()
+    rows = ImageRows(on_gpu)
+    if has_step:
+        assert rows.to("cuda", non_blocking=True) is on_gpu
+    rows.leave_gpu()
+    assert on_gpu.calls == ["to cuda"] * has_step + ["recorded", "to cpu"]
+    # After a preemption, once the copy has ended.
+    assert not waited
+    assert rows.to("cpu") is on_gpu.on_host
+    assert waited == [moved]
+
+
+@pytest.mark.parametrize(
+    ("transports", "is_alone", "has_gpu", "device", "words"),
+    [
+        (("device", "host", "inline"), True, True, "cuda", "1024 MiB of it are reserved"),
+        (("device", "host", "inline"), True, False, "cpu", "by host memory: there is no CUDA device"),
+        (
+            ("device", "host", "inline"),
+            False,
+            True,
+            "cpu",
+            "the model runs in other processes",
+        ),
+        (("host",), True, True, "cpu", "by host memory: transports is ['host']"),
+        (
+            ("device",),
+            False,
+            True,
+            "",
+            "as the model runs in other processes: add host or inline",
+        ),
+    ],
+)
+def test_where_rows_go_is_chosen_at_the_start(
+    transports: tuple[str, ...], is_alone: bool, has_gpu: bool, device: str, words: str,
+    model_config: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """In one line of the log, or in the reason why LMDeploy does not start."""
+    found: list[Any] = []
+
+    class Reader:
+        def __init__(self, settings: Any, _geometry: Any, device: Any, _name: str, **options: Any) -> None:
+            found.append((device.type, settings.transports))
+            self.num_bytes = options["max_bytes"] if device.type == "cuda" else 0
+
+        def reserve(self) -> int:
+            return self.num_bytes
+
+    monkeypatch.setenv(VARIABLE, json.dumps({"target": "127.0.0.1:1", "transports": transports}))
+    monkeypatch.setenv(SOCKET_VARIABLE, "")
+    monkeypatch.setattr(rank_module, "RankReader", Reader)
+    monkeypatch.setattr(rank_module, "logger", LOGGER)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    if not device:
+        with pytest.raises(InvalidRequest, match=words):
+            Rank(model_config, is_alone=is_alone)
+        return
+    with caplog.at_level("INFO", LOGGER.name):
+        Rank(model_config, is_alone=is_alone)
+    assert words in caplog.text
+    kept = transports if device == "cuda" else tuple(name for name in transports if name != "device")
+    assert found == [(device, kept)]
 
 
 @pytest.mark.parametrize(
@@ -193,6 +349,9 @@ def test_ranks_in_other_processes_find_the_classes_without_towers(tmp_path: Path
     )  # fmt: skip
     names = [config.hf_config.architectures[0] for config in configs]
     assert set(names) == set(CUSTOM_MODULE_MAP)
+    # With what the engine's process compares rows.
+    served = {Geometry.of_model(config).family for config in configs}
+    assert served == {"qwen3_vl", "qwen3_5", "kimi_k25"}
     lines = [f"lm_adapter.engines.lmdeploy.models {name}" for name in names]
     assert ended.stdout.decode().splitlines()[-len(lines) :] == lines, ended.stderr.decode()
 

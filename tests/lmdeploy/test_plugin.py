@@ -28,23 +28,13 @@ from bench.harness.vllm import Encoder
 from bench.harness.waiting import wait_until
 from lm_adapter import DigestItem, ItemFailed, VisionEncoderClient
 from lm_adapter.testing import Fault
-from tests.engines.faults import FAULTS, OTHER_MODELS, answer_to, in_place_of, new_picture, script_for
+from tests.engines.faults import FAULTS, GRID, OTHER_MODELS, answer_to, in_place_of, new_picture, script_for
 from tests.engines.pictures import picture
 from tests.engines.stack import TIMEOUT_S
-from tests.lmdeploy.answers import ONE, num_cached
+from tests.lmdeploy.answers import CASES, ONE, TEXT, num_cached
 from tests.sglang.reference import IMAGE, Reference, prompt
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore")]
-
-TEXT = prompt("Say something about waves.")
-CASES = (
-    (ONE, (0,)),
-    (prompt("Look at this: ", IMAGE), (1,)),
-    (prompt(IMAGE, IMAGE, "Compare the two."), (0, 1)),
-    (prompt("First ", IMAGE, " then ", IMAGE, " and ", IMAGE), (2, 0, 2)),
-    (TEXT, ()),
-)
-"""Prompts, and which images they have."""
 
 
 @pytest.fixture(scope="session")
@@ -226,7 +216,8 @@ def test_p22_p32_rows_of_a_broken_encoder_fail_their_request_alone(
             fake.start()
             rejected(server.generate(ONE, [image]), 502, *texts)
 
-        fake.script.faults[digest] = Fault.HANG
+        image, digest = new_picture()
+        fake.script.grids[digest], fake.script.faults[digest] = GRID, Fault.HANG
         with ThreadPoolExecutor(1) as pool:
             slow = pool.submit(server.generate, ONE, [image])
             assert server.generate(TEXT, []).status_code == 200

@@ -6,14 +6,15 @@ in this order:
 
 - ``serve``       starts LMDeploy with the plugin; LMDeploy's engine process imports it again
 - ``media``       API server: an image stays an undecoded file
-- ``encoder``     API server: the prompt's ids, rows from the encoder, their checks, the answer without them
+- ``encoder``     API server: the prompt's ids, the answer without rows
+- ``orders``      API server: the encoder encodes, the engine's process reads; handles of rows
 - ``server``      API server: what cannot work ends the start; rows are kept until the engine has them
-- ``rows_file``   both: rows in shared memory without a name, and their handle
-- ``engine``      engine's process: maps rows; names the model classes
+- ``rank``        engine's process: reads and checks rows, onto the GPU or the host
+- ``engine``      engine's process: requests get their rows; names the model classes
 - ``module_map``  each rank: the file by which LMDeploy finds the model classes
 - ``models``      each rank: LMDeploy's model classes without a tower
 
-Every failure of a request happens in ``encoder``, before the engine gets the request: an exception there
+Every failure of a request comes to ``encoder``, before the engine gets the request: an exception there
 would end it for good. ``settings`` reads the settings.
 """
 

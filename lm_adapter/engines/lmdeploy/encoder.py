@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +24,7 @@ from lmdeploy.vl.engine import ImageEncoder
 
 from lm_adapter.engines.lmdeploy.interfaces import logger
 from lm_adapter.engines.lmdeploy.module_map import CUSTOM_MODULE_MAP
-from lm_adapter.engines.lmdeploy.rows_file import RowsFile
+from lm_adapter.engines.lmdeploy.orders import HeldRows, RowOrders
 from lm_adapter.engines.lmdeploy.settings import Settings
 from lm_adapter.engines.shared.checkpoint import vision_interface
 from lm_adapter.engines.shared.error_text import message_of, status_of
@@ -33,13 +33,11 @@ from lm_adapter.engines.shared.geometry import Geometry
 from lm_adapter.engines.shared.grid_rule import grid_rule
 from lm_adapter.engines.shared.images import ImageFile
 from lm_adapter.engines.shared.prompt import ImagePrompt
-from lm_adapter.engines.shared.rows import RowReader
-from lm_adapter.errors import EncoderError, InvalidRequest, ItemFailed
+from lm_adapter.errors import EncoderError, InvalidRequest
 from lm_adapter.items import Grid
-from lm_adapter.types import EncodedRows
 
 NUM_THREADS = 4
-"""Of those that read files and copy rows. LMDeploy's own threads may all wait for downloads."""
+"""Of those that read files. LMDeploy's own threads may all wait for downloads."""
 CODES = {400: ErrorCode.INVALID_REQUEST, 503: ErrorCode.ENGINE_UNAVAILABLE}
 """LMDeploy's code for a status; it decides what kind of error a client sees."""
 
@@ -86,7 +84,7 @@ class RowEncoder(ImageEncoder):  # type: ignore[misc]
         dtype = getattr(backend_config, "dtype", "auto")
         model_config = _update_torch_dtype(SimpleNamespace(hf_config=config), dtype)
         geometry = Geometry.of_model(model_config, check_finite=settings.finite)
-        self._rows = RowReader(settings, geometry, logger)
+        self._rows = RowOrders(settings, geometry, logger)
         self._threads = ThreadPoolExecutor(NUM_THREADS, "image rows")
         weakref.finalize(self, self._rows.close)
 
@@ -109,15 +107,9 @@ class RowEncoder(ImageEncoder):  # type: ignore[misc]
         )
         grids = [self._grid_of(image) for image in images]
         try:
-            prompt, rows, give_back = await self._take(images, grids, input_prompt)
-            items = await loop.run_in_executor(self._threads, RowsFile(rows, give_back).write)
+            prompt, held = await self._hold(images, grids, input_prompt)
         except EncoderError as error:
             raise _rejection(error) from error
-        except OSError as error:
-            no_memory = ItemFailed(
-                f"no memory or descriptor for rows: {error}", reason="NO_MEMORY", retryable=True
-            )
-            raise _rejection(no_memory) from error
         multimodal = [
             {
                 "modality": Modality.IMAGE,
@@ -125,9 +117,11 @@ class RowEncoder(ImageEncoder):  # type: ignore[misc]
                 "grid_thw": torch.tensor(grid),
                 "offset": (first, last + 1),
                 "image_token_id": self._interface.image_placeholder_id,
-                "content_hash": encoded.key.hex(),
+                "content_hash": order.key.hex(),
             }
-            for handle, grid, (first, last), encoded in zip(items, grids, prompt.offsets, rows, strict=True)
+            for handle, order, grid, (first, last) in zip(
+                held.handles(), held.orders, grids, prompt.offsets, strict=True
+            )
         ]
         return {"input_ids": prompt.ids, "multimodal": multimodal}
 
@@ -139,23 +133,24 @@ class RowEncoder(ImageEncoder):  # type: ignore[misc]
             num_placeholders = list(ids).count(placeholder_id)
             raise ValueError(f"the prompt has {num_placeholders} image placeholders and no image")
 
-    async def _take(
+    async def _hold(
         self, images: Sequence[ImageFile], grids: Sequence[Grid], input_prompt: str | list[int] | None
-    ) -> tuple[ImagePrompt, list[EncodedRows], Callable[[], None]]:
-        """The prompt, and as ``RowReader.take``. A text is tokenized while the images are encoded."""
+    ) -> tuple[ImagePrompt, HeldRows]:
+        """The prompt, and as ``RowOrders.hold``. A text is tokenized while the images are encoded."""
         if not isinstance(input_prompt, str):
             prompt = self._prompt(input_prompt or (), grids)
-            return prompt, *await self._rows.take(images, grids)
-        taken = asyncio.create_task(self._rows.take(images, grids))
+            return prompt, await self._rows.hold(images, grids)
+        held = asyncio.create_task(self._rows.hold(images, grids))
         try:
             # On one thread: two that use a tokenizer at once may fail.
             loop = asyncio.get_running_loop()
             tokenized = await loop.run_in_executor(self.executor, self._tokenizer, input_prompt)
             prompt = self._prompt(tokenized["input_ids"], grids)
-            return prompt, *await taken
+            return prompt, await held
         except BaseException:
-            taken.add_done_callback(_give_back)
-            taken.cancel()
+            # What it raises all the same is of a request that is refused already.
+            held.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+            held.cancel()
             raise
 
     def _prompt(self, ids: Sequence[int], grids: Sequence[Grid]) -> ImagePrompt:
@@ -183,12 +178,6 @@ def _image_file(modality: Any, data: Any, _params: Any) -> ImageFile:
     if modality != Modality.IMAGE:
         raise ValueError(f"{modality} is not accepted: the encoder takes images here")
     return data if isinstance(data, ImageFile) else ImageFile.of_pixels(data)
-
-
-def _give_back(taken: asyncio.Task[tuple[list[EncodedRows], Callable[[], None]]]) -> None:
-    """Of a request that is refused, whose rows came all the same."""
-    if not taken.cancelled() and taken.exception() is None:
-        taken.result()[1]()
 
 
 def _rejection(error: EncoderError) -> RequestError:

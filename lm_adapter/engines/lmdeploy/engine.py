@@ -8,29 +8,24 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 from lmdeploy.messages import EngineOutput, ResponseType
 from lmdeploy.pytorch.config import ModelConfig
+from lmdeploy.pytorch.engine import engine as lmdeploy_engine
 from lmdeploy.pytorch.engine.engine_instance import EngineInstance
+from lmdeploy.pytorch.engine.executor.uni_executor import UniExecutor
 
 from lm_adapter.engines.lmdeploy import module_map
-from lm_adapter.engines.lmdeploy.rows_file import RowsHandle
+from lm_adapter.engines.lmdeploy.interfaces import logger
+from lm_adapter.engines.lmdeploy.rank import Rank
+from lm_adapter.engines.lmdeploy.settings import Settings
+from lm_adapter.engines.shared.first_contact import start_of
 
-logger = logging.getLogger("lmdeploy.vision_encoder")
-
-
-def with_rows(items: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
-    """A request's images, with rows in place of their handles. Raises OSError for rows that are gone."""
-    if items is None:
-        return None
-    return [
-        {name: value.open() if isinstance(value, RowsHandle) else value for name, value in item.items()}
-        for item in items
-    ]
+ranks: list[Rank] = []
+"""The one of this process, once its engine is built."""
 
 
 def _reading_rows(stock: Any) -> Any:
@@ -44,18 +39,38 @@ def _reading_rows(stock: Any) -> Any:
         **kwargs: Any,
     ) -> AsyncIterator[Any]:
         try:
-            multimodal = with_rows(multimodal)
-        except (OSError, ValueError) as error:
-            # As usual after a client has left: then the API server has freed the rows.
-            logger.warning("session %d ends, its rows cannot be read: %s", session_id, error)
+            taken = [ranks[-1].take(item["pixel_values"]) for item in multimodal or ()]
+        except LookupError as error:
+            # As usual after a client has left: then the API server has dropped the rows.
+            logger.warning("session %d ends, it has no rows: %s", session_id, error)
             yield EngineOutput(ResponseType.INTERNAL_ENGINE_ERROR, [])
             return
+        if multimodal is not None:
+            multimodal = [item | {"pixel_values": rows} for item, rows in zip(multimodal, taken, strict=True)]
         outputs = stock(self, session_id, input_ids, gen_config, multimodal, **kwargs)
         async with contextlib.aclosing(outputs):
             async for output in outputs:
+                # Those whose image the prefix cache had were in no step.
+                while taken:
+                    taken.pop().leave_gpu()
                 yield output
 
     return async_stream_infer
+
+
+def _with_rank(stock: Any) -> Any:
+    @functools.wraps(stock)
+    def build_executor(*args: Any, **kwargs: Any) -> Any:
+        executor = stock(*args, **kwargs)
+        # The model is loaded later, and its KV cache gets a share of what is free then.
+        with start_of(Settings.ENGINE, logger):
+            rank = Rank(executor.model_config, is_alone=isinstance(executor, UniExecutor))
+        while ranks:
+            ranks.pop().close()
+        ranks.append(rank)
+        return executor
+
+    return build_executor
 
 
 def _without_towers(stock: Any) -> Any:
@@ -69,5 +84,6 @@ def _without_towers(stock: Any) -> Any:
 
 
 def install() -> None:
+    lmdeploy_engine.build_executor = _with_rank(lmdeploy_engine.build_executor)
     EngineInstance.async_stream_infer = _reading_rows(EngineInstance.async_stream_infer)
     ModelConfig.from_pretrained = _without_towers(ModelConfig.from_pretrained)

@@ -12,6 +12,9 @@ from collections.abc import Mapping
 from lm_adapter.engines.shared.interfaces import Interfaces
 
 logger = logging.getLogger("lmdeploy.vision_encoder")
+logger.setLevel(
+    logging.INFO
+)  # LMDeploy's is WARNING by default, and how rows come has a few lines at the start
 
 TESTED = ((0, 18),)
 """Series of LMDeploy for which the tests run."""
@@ -29,6 +32,7 @@ CALLED: Mapping[str, tuple[str, ...]] = {
         *("ModelConfig.custom_module_map", "ModelConfig.from_pretrained"),
         "_update_torch_dtype(config, dtype)",
     ),
+    "lmdeploy.pytorch.engine.executor.uni_executor": ("UniExecutor",),
     "lmdeploy.pytorch.engine.input_process": ("PreprocessInputResult(input_ids, input_multimodals)",),
     f"{MODELS}.module_map": ("CUSTOM_MODULE_MAP", "LMDEPLOY_PYTORCH_MODEL_PATH"),
     f"{MODELS}.patch": (
@@ -58,6 +62,10 @@ CALLED: Mapping[str, tuple[str, ...]] = {
 """Module -> what the plugin calls or reads there, as in ``Interfaces.called``."""
 
 OVERRIDDEN: Mapping[str, tuple[str, ...]] = {
+    "lmdeploy.pytorch.engine.engine": (
+        "build_executor(model_path, cache_config, backend_config, dist_config, misc_config, adapters, "
+        "device_type, distributed_executor_backend, dtype, specdecode_config, trust_remote_code)",
+    ),
     "lmdeploy.pytorch.engine.engine_instance": (
         "EngineInstance.async_stream_infer(session_id, input_ids, gen_config, multimodal, adapter_name, "
         "notify_add_msg_func, kwargs)",
@@ -73,6 +81,7 @@ OVERRIDDEN: Mapping[str, tuple[str, ...]] = {
         "Qwen3VLInputProcessor.preprocess_input(input_ids, input_multimodals, kwargs)",
         "Qwen3VLForConditionalGeneration(config, ctx_mgr, dtype, device, prefix)",
     ),
+    "lmdeploy.pytorch.multimodal.data_type": ("MultiModalData.to_device(device, non_blocking)",),
     "lmdeploy.vl.engine": (
         "ImageEncoder(model_path, backend, vision_config, backend_config, trust_remote_code)",
         "ImageEncoder.preprocess(messages, input_prompt, mm_processor_kwargs)",

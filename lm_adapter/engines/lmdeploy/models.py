@@ -59,11 +59,19 @@ class Rows(nn.Module):
         return main, levels
 
 
-def _data(item: dict[str, Any], **fields: Any) -> MultiModalData:
-    """What the scheduler keeps of an image. The prefix cache tells images apart by ``content_hash``."""
+class ImageData(MultiModalData):  # type: ignore[misc]
+    """What the scheduler keeps of an image. data: its ``rank.ImageRows``. The prefix cache tells images apart
+    by ``content_hash``."""
+
+    def to_device(self, device: str, non_blocking: bool = False) -> MultiModalData:
+        rows = self.data.to(device, non_blocking=non_blocking)
+        return MultiModalData.to_device(dataclasses.replace(self, data=rows), device, non_blocking)
+
+
+def _data(item: dict[str, Any], **fields: Any) -> ImageData:
     start, end = item["offset"]
     rows, modality = item["pixel_values"], item["modality"]
-    return MultiModalData(rows, start, end, modality=modality, content_hash=item["content_hash"], **fields)
+    return ImageData(rows, start, end, modality=modality, content_hash=item["content_hash"], **fields)
 
 
 class QwenInputs(qwen3_vl.Qwen3VLInputProcessor):  # type: ignore[misc]

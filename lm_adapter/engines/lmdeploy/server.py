@@ -71,7 +71,7 @@ def _keeping_rows(stock: Any) -> Any:
     @functools.wraps(stock)
     async def async_stream_infer(self: Any, session_id: int, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
         """LMDeploy drops a request once it is pickled. Here its rows stay until the first token, by which the
-        engine's process has mapped them."""
+        engine's process has taken them, and they have left the GPU."""
         kept = [kwargs.get("multimodal")]
         outputs = stock(self, session_id, *args, **kwargs)
         kwargs.clear()

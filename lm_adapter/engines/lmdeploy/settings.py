@@ -9,6 +9,8 @@ from lm_adapter.engines.shared import settings
 
 VARIABLE = "LMDEPLOY_VISION_ENCODER"
 """Not ``VE_...``: the encoder refuses variables of its prefix that it does not know."""
+SOCKET_VARIABLE = "LMDEPLOY_VISION_ENCODER_SOCKET"
+"""By which the engine's process learns the name of the API server's socket."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,8 @@
 - ``grid_rule``       an image's grid by its size
 - ``prompt``          a prompt's ids with placeholders, the offsets of its images, M-RoPE positions
 - ``rows``            fetches and checks a request's rows; limits their bytes
+- ``rank_socket``     orders to the processes that compute, to read rows, and their reports
+- ``rank_reader``     reads and checks rows in such a process
 - ``error_text``      HTTP statuses and texts of failures
 
 Nothing here imports an engine.

@@ -1,4 +1,4 @@
-"""Fetches and checks the rows of a request, for engines that get them beside the request.
+"""Obtains the checked rows of a request, for engines that get them beside the request.
 
 Owns the calls to the encoder and the limit on the bytes that are held at once. ``encoder_thread`` owns the
 thread, its retries and its time limits; ``geometry`` owns which rows are refused. Imports no torch, except if
@@ -76,8 +76,67 @@ class ByteLimit:
                     granted.set_result(None)
 
 
-class RowReader:
-    """Reads rows from one encoder. Thread-safe; callers of ``read`` may be on different event loops."""
+class RowCalls:
+    """Calls to one encoder for the rows of requests. Thread-safe; callers of ``take`` may be on different
+    event loops."""
+
+    def __init__(
+        self, settings: Settings, geometry: Geometry, logger: logging.Logger, *, reads_rows: bool
+    ) -> None:
+        """reads_rows: as of ``Agreement.client``. Raises as ``check_encoder``."""
+        self._geometry = geometry
+        self._limit = ByteLimit(MAX_ROWS_BYTES)
+        self._room_s = settings.timeout_s
+        self._encoder_thread = EncoderThread(
+            Agreement(settings, geometry), name="rows", reads_rows=reads_rows, logger=logger
+        )
+        check_encoder(self._encoder_thread, settings.target, logger)
+
+    def close(self) -> None:
+        self._encoder_thread.close()
+
+    async def take(
+        self, images: Sequence[ImageFile], grids: Sequence[Grid]
+    ) -> tuple[Any, Callable[[], None]]:
+        """What ``_encode`` returns for the images. Their rows count in MAX_ROWS_BYTES until the function is
+        called, which has to happen once. grids: as the model's processor computes them. Raises the
+        EncoderError of the first image that has no rows, and DeadlineExceeded. Cancelling the caller cancels
+        the call."""
+        items = [ImageItem(image.data, digest=image.digest) for image in images]
+        started_s = time.monotonic()
+        give_back = await self._limit.take(sum(map(self._geometry.num_bytes, grids)), self._room_s)
+        waited_s = time.monotonic() - started_s
+
+        async def call(client: AsyncVisionEncoderClient, left_s: float) -> Any:
+            left_s = max(left_s - waited_s, 0.0)
+            try:
+                return await self._encode(client, items, grids, left_s)
+            except InvalidRows:
+                # The client may have compared them with the model of before the encoder's restart.
+                return await self._encode(client, items, grids, left_s)
+
+        try:
+            outcome: Any = await asyncio.wrap_future(self._encoder_thread.submit_future(call))
+            if isinstance(outcome, EncoderError):
+                raise outcome
+        except BaseException:
+            give_back()
+            raise
+        return outcome, give_back
+
+    async def _encode(
+        self,
+        client: AsyncVisionEncoderClient,
+        items: Sequence[ImageItem],
+        grids: Sequence[Grid],
+        left_s: float,
+    ) -> Any:
+        """On the encoder's thread. Raises EncoderError unless all items have rows that fit."""
+        raise NotImplementedError
+
+
+class RowReader(RowCalls):
+    """Reads the rows in this process. ``take`` returns a list of EncodedRows, in the images' order."""
 
     def __init__(
         self,
@@ -98,45 +157,8 @@ class RowReader:
                     f"memory: {remedy}"
                 )
             settings = dataclasses.replace(settings, transports=transports)
-        self._geometry = geometry
         self._gpu = gpu
-        self._limit = ByteLimit(MAX_ROWS_BYTES)
-        self._room_s = settings.timeout_s
-        self._encoder_thread = EncoderThread(
-            Agreement(settings, geometry), name="rows", reads_rows=True, logger=logger
-        )
-        check_encoder(self._encoder_thread, settings.target, logger)
-
-    def close(self) -> None:
-        self._encoder_thread.close()
-
-    async def take(
-        self, images: Sequence[ImageFile], grids: Sequence[Grid]
-    ) -> tuple[list[EncodedRows], Callable[[], None]]:
-        """Checked rows of all images, in order. They count in MAX_ROWS_BYTES until the function is called,
-        which has to happen once. grids: as the model's processor computes them. Raises the EncoderError of
-        the first image that has no rows, and DeadlineExceeded. Cancelling the caller cancels the call."""
-        items = [ImageItem(image.data, digest=image.digest) for image in images]
-        started_s = time.monotonic()
-        give_back = await self._limit.take(sum(map(self._geometry.num_bytes, grids)), self._room_s)
-        waited_s = time.monotonic() - started_s
-
-        async def call(client: AsyncVisionEncoderClient, left_s: float) -> list[EncodedRows]:
-            left_s = max(left_s - waited_s, 0.0)
-            try:
-                return await self._encode(client, items, grids, left_s)
-            except InvalidRows:
-                # The client may have compared them with the model of before the encoder's restart.
-                return await self._encode(client, items, grids, left_s)
-
-        try:
-            outcome: Any = await asyncio.wrap_future(self._encoder_thread.submit_future(call))
-            if isinstance(outcome, EncoderError):
-                raise outcome
-        except BaseException:
-            give_back()
-            raise
-        return outcome, give_back
+        super().__init__(settings, geometry, logger, reads_rows=True)
 
     @contextlib.asynccontextmanager
     async def read(

@@ -10,7 +10,8 @@ passes the modules in this order:
                   ``kimi_images`` for Kimi-VL and Kimi-K3); ``metrics``: what vLLM's ``/metrics`` has of it
 - ``scheduler``   ``tracker``: which requests wait for which rows (``items``, ``requests``, ``room``,
                   ``rows``); ``orders``: the calls that fetch them; ``vllm_cache_view``: which rows vLLM has
-- ``worker``      ``ranks``: rows are read and checked; ``without_tower``: the model that takes them
+- ``worker``      ``ranks``: rows are read and checked (``shared.rank_reader``); ``without_tower``: the
+                  model that takes them
 
 Each folder runs in one kind of vLLM process. The modules beside them run in several:
 
@@ -18,13 +19,14 @@ Each folder runs in one kind of vLLM process. The modules beside them run in sev
 - ``models``       the classes that vLLM registers, and the configurations that are refused
 - ``connector``    the methods by which vLLM calls scheduler and workers
 - ``file_items``   an image or a clip in a request, from the API server to the scheduler
-- ``rank_socket``  orders and reports between the scheduler and the workers
+- ``step_rows``    which rows a step computes with
 - ``failures``     why a request failed, from the scheduler to the API server
 - ``stats``        what happened, from the scheduler to the API server's metrics
 - ``settings``     the settings
 - ``vllm_types``   what is read of vLLM's configuration and scheduler
 
-``shared.encoder_thread`` is the thread that calls the encoder, ``shared.geometry`` the rows of a model.
+``shared.encoder_thread`` is the thread that calls the encoder, ``shared.rank_socket`` has orders and reports
+between the scheduler and the workers, ``shared.geometry`` the rows of a model.
 """
 
 from __future__ import annotations
@@ -41,8 +43,8 @@ def _connector() -> type:
     from vllm.distributed.ec_transfer.ec_connector.metrics import ECConnectorPromMetrics, ECConnectorStats
 
     from lm_adapter.engines.vllm.connector import ConnectorMethods
-    from lm_adapter.engines.vllm.rank_socket import StepRows
     from lm_adapter.engines.vllm.stats import RowStats
+    from lm_adapter.engines.vllm.step_rows import StepRows
 
     ECConnectorMetadata.register(StepRows)
     names = {

@@ -14,14 +14,15 @@ from lm_adapter.engines.shared.agreement import Agreement
 from lm_adapter.engines.shared.encoder_thread import EncoderThread
 from lm_adapter.engines.shared.first_contact import check_encoder, start_of
 from lm_adapter.engines.shared.geometry import Geometry
+from lm_adapter.engines.shared.rank_socket import RankSocket
 from lm_adapter.engines.vllm.failures import send_report
 from lm_adapter.engines.vllm.models import check_model
-from lm_adapter.engines.vllm.rank_socket import RankSocket, StepRows
 from lm_adapter.engines.vllm.scheduler import vllm_cache_view
 from lm_adapter.engines.vllm.scheduler.items import VllmRequest
 from lm_adapter.engines.vllm.scheduler.tracker import RequestTracker
 from lm_adapter.engines.vllm.settings import Settings
 from lm_adapter.engines.vllm.stats import RowStats
+from lm_adapter.engines.vllm.step_rows import StepRows
 from lm_adapter.engines.vllm.vllm_types import SchedulerOutput, VllmConfig
 from lm_adapter.engines.vllm.worker.ranks import RankReader
 from lm_adapter.errors import InvalidRequest

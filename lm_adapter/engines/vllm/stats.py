@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lm_adapter.engines.shared.error_text import MAX_REASON_CHARS
-from lm_adapter.engines.vllm.rank_socket import RowsRead
+from lm_adapter.engines.shared.rank_socket import RowsRead
 
 WAITS = "waits_s"
 BYTES, QUERIES, HITS, LOST_READS, FAILURES = "bytes", "queries", "hits", "lost_reads", "failures"

@@ -23,7 +23,7 @@ from lm_adapter.engines.vllm import connector as connector_module
 from lm_adapter.engines.vllm.connector import ConnectorMethods
 from lm_adapter.engines.vllm.failures import listening
 from lm_adapter.engines.vllm.file_items import FILE_FIELD, GRID_FIELDS, FileItem
-from lm_adapter.engines.vllm.rank_socket import StepRows
+from lm_adapter.engines.vllm.step_rows import StepRows
 from lm_adapter.engines.vllm.worker.ranks import RankReader
 from lm_adapter.items import Grid
 from lm_adapter.keys import content_digest

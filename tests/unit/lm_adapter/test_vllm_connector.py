@@ -24,8 +24,8 @@ from lm_adapter.engines.shared.encoder_thread import EncoderThread
 from lm_adapter.engines.shared.geometry import Geometry
 from lm_adapter.engines.vllm import connector as connector_module
 from lm_adapter.engines.vllm.connector import MAX_IDLE_S, MIN_IDLE_S
-from lm_adapter.engines.vllm.rank_socket import StepRows
 from lm_adapter.engines.vllm.settings import Settings
+from lm_adapter.engines.vllm.step_rows import StepRows
 from lm_adapter.engines.vllm.worker.ranks import RankReader
 from lm_adapter.errors import (
     DeadlineExceeded,

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from lm_adapter.engines.shared.rank_socket import RowsRead
 from lm_adapter.engines.vllm.api_server import metrics as metrics_module
 from lm_adapter.engines.vllm.api_server.metrics import MAX_REASONS, EncoderMetrics
-from lm_adapter.engines.vllm.rank_socket import RowsRead
 from lm_adapter.engines.vllm.stats import MAX_WAITS, RowStats
 from lm_adapter.errors import (
     CallCancelled,

@@ -19,13 +19,14 @@ import torch
 
 from lm_adapter.engines.shared.encoder_thread import Call, Completed
 from lm_adapter.engines.shared.geometry import Geometry
+from lm_adapter.engines.shared.rank_socket import RowsOrder, RowsRead
 from lm_adapter.engines.vllm.file_items import CLIP_FIELD, FILE_FIELD, FileItem
-from lm_adapter.engines.vllm.rank_socket import RowsOrder, RowsRead, StepRows
 from lm_adapter.engines.vllm.scheduler.items import RequestItem
 from lm_adapter.engines.vllm.scheduler.orders import GONE
 from lm_adapter.engines.vllm.scheduler.rows import RowsEntry
 from lm_adapter.engines.vllm.scheduler.tracker import RequestTracker
 from lm_adapter.engines.vllm.settings import Settings
+from lm_adapter.engines.vllm.step_rows import StepRows
 from lm_adapter.errors import DeadlineExceeded, EncoderError, EncoderUnavailable, InvalidRows, ItemFailed
 from lm_adapter.items import ClipItem, Grid, Modality, PreprocessOptions
 from lm_adapter.types import KeyState, PrefetchStatus

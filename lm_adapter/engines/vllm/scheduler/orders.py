@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 
 from lm_adapter.client import AsyncVisionEncoderClient
 from lm_adapter.engines.shared.encoder_thread import EncoderThread
-from lm_adapter.engines.vllm.rank_socket import RankSocket, RowsOrder, RowsRead
+from lm_adapter.engines.shared.rank_socket import RankSocket, RowsOrder, RowsRead
 from lm_adapter.engines.vllm.scheduler.items import RequestItem
 from lm_adapter.engines.vllm.scheduler.rows import RowsEntry
 from lm_adapter.errors import EncoderError, InvalidRows, ItemFailed

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol
 
-from lm_adapter.engines.vllm.rank_socket import StepRows
 from lm_adapter.engines.vllm.scheduler.items import RequestItem
 from lm_adapter.engines.vllm.scheduler.room import Room
+from lm_adapter.engines.vllm.step_rows import StepRows
 
 Holder = tuple[str, int]
 """A request's id and the index of its feature."""

@@ -22,7 +22,7 @@ from collections.abc import Callable, Collection, Container, Iterable
 from lm_adapter.engines.shared.encoder_thread import EncoderThread
 from lm_adapter.engines.shared.error_text import message_of
 from lm_adapter.engines.shared.geometry import Geometry
-from lm_adapter.engines.vllm.rank_socket import RankSocket, StepRows
+from lm_adapter.engines.shared.rank_socket import RankSocket
 from lm_adapter.engines.vllm.scheduler.items import (
     RequestItem,
     VllmRequest,
@@ -37,6 +37,7 @@ from lm_adapter.engines.vllm.scheduler.room import Room
 from lm_adapter.engines.vllm.scheduler.rows import RowsEntry, SharedRows
 from lm_adapter.engines.vllm.settings import Settings
 from lm_adapter.engines.vllm.stats import RowStats
+from lm_adapter.engines.vllm.step_rows import StepRows
 from lm_adapter.errors import EncoderError, InvalidRequest, ItemFailed
 
 logger = logging.getLogger("vllm.vision_encoder")

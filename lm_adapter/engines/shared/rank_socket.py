@@ -1,8 +1,9 @@
-"""Socket from the scheduler to its ranks: orders to read rows, and reports of reads.
+"""Socket from the process that has a request to its ranks: orders to read rows, and reports of reads.
 
-Owns the unix socket, its frames and the orders that are pending. vLLM carries nothing between scheduler and
-workers in steps without tokens: its first model runner (V1) does not call connectors there. While a request
-waits for rows, those may be the only steps. Rows never pass this socket.
+Owns the unix socket, its frames and the orders that are pending. In vLLM the scheduler orders, because vLLM
+carries nothing to its workers in steps without tokens: its first model runner (V1) does not call connectors
+there. While a request waits for rows, those may be the only steps. In LMDeploy the API server orders, which
+answers requests without rows, and the engine's process is the rank. Rows never pass this socket.
 """
 
 from __future__ import annotations
@@ -35,12 +36,14 @@ INTERNAL = 13
 
 @dataclass(frozen=True)
 class RowsOrder:
-    """Rows to read. number: identifies the rows on the ranks; rows that are read again get another number."""
+    """Rows to read. number: identifies the rows on the ranks; rows that are read again get another number.
+    on_host: they stay off a rank's GPU."""
 
     number: int
     key: bytes
     routing_digest: bytes
     grid: Grid
+    on_host: bool = False
 
     def frame(self) -> dict[str, Any]:
         return {
@@ -48,12 +51,14 @@ class RowsOrder:
             "key": self.key.hex(),
             "routing_digest": self.routing_digest.hex(),
             "grid": list(self.grid),
+            "on_host": self.on_host,
         }
 
     @classmethod
     def of_frame(cls, frame: dict[str, Any]) -> RowsOrder:
         digest = bytes.fromhex(frame["routing_digest"])
-        return cls(frame["read"], bytes.fromhex(frame["key"]), digest, Grid(*frame["grid"]))
+        key, grid = bytes.fromhex(frame["key"]), Grid(*frame["grid"])
+        return cls(frame["read"], key, digest, grid, frame["on_host"])
 
 
 @dataclass(frozen=True)
@@ -73,15 +78,6 @@ class RowsRead:
         """With one rank's report. Raises one of LINK_ERRORS."""
         last = max(TRANSPORTS.index(self.transport), TRANSPORTS.index(frame["transport"]))
         return RowsRead(self.number, TRANSPORTS[last], self.was_lost or bool(frame["was_lost"]))
-
-
-@dataclass
-class StepRows:
-    """Travels with one of vLLM's steps. hand_over: (number, vLLM's identifier) of rows that the step computes
-    with. drop: numbers of rows that only earlier steps computed with."""
-
-    hand_over: list[tuple[int, str]] = field(default_factory=list)
-    drop: list[int] = field(default_factory=list)
 
 
 @dataclass
@@ -109,7 +105,7 @@ async def receive(reader: asyncio.StreamReader) -> dict[str, Any]:
 
 
 async def connect(name: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """A rank's connection. Waits until the scheduler listens: workers start before it."""
+    """A rank's connection. Waits until the other side listens: vLLM's workers start before it."""
     while True:
         with contextlib.suppress(OSError):
             return await asyncio.open_unix_connection(f"\0{name}")
@@ -130,7 +126,7 @@ def failure_frame(number: int, error: EncoderError) -> dict[str, Any]:
 
 
 class RankSocket:
-    """The scheduler's side, on one event loop."""
+    """The side that orders, on one event loop."""
 
     def __init__(self, name: str, num_ranks: int) -> None:
         """name: of the socket, in Linux's abstract namespace; secret. num_ranks: number of ranks that read
