@@ -12,9 +12,8 @@ from collections.abc import Mapping
 from lm_adapter.engines.shared.interfaces import Interfaces
 
 logger = logging.getLogger("lmdeploy.vision_encoder")
-logger.setLevel(
-    logging.INFO
-)  # LMDeploy's is WARNING by default, and how rows come has a few lines at the start
+# LMDeploy's is WARNING by default, and how rows come has a few lines at the start.
+logger.setLevel(logging.INFO)
 
 TESTED = ((0, 18),)
 """Series of LMDeploy for which the tests run."""
