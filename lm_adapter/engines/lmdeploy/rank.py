@@ -6,7 +6,6 @@ Owns the choice between GPU and host, made once at the start. ``shared.rank_read
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 from typing import Any
@@ -18,7 +17,6 @@ from lm_adapter.engines.lmdeploy.settings import SOCKET_VARIABLE, Settings
 from lm_adapter.engines.shared.geometry import Geometry, TextModelConfig
 from lm_adapter.engines.shared.rank_reader import RankReader
 from lm_adapter.engines.shared.rows import MAX_ROWS_BYTES
-from lm_adapter.errors import InvalidRequest
 
 logger = logging.getLogger("lmdeploy.vision_encoder")
 
@@ -63,13 +61,8 @@ class Rank:
         if not reason:
             device = torch.device("cuda")
         else:
-            transports = tuple(name for name in settings.transports if name != "device")
-            if not transports:
-                raise InvalidRequest(
-                    f"transports is {list(settings.transports)}, but rows go by host memory, as {reason}: "
-                    f"add host or inline in {settings.SOURCE}"
-                )
-            settings = dataclasses.replace(settings, transports=transports)
+            remedy = f"add host or inline in {settings.SOURCE}"
+            settings = settings.on_host(f"rows go by host memory, as {reason}", remedy)
         self._reader = RankReader(
             settings,
             Geometry.of_model(model_config, check_finite=settings.finite),

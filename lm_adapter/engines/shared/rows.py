@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import functools
 import logging
 import threading
@@ -26,7 +25,7 @@ from lm_adapter.engines.shared.first_contact import check_encoder
 from lm_adapter.engines.shared.geometry import Geometry
 from lm_adapter.engines.shared.images import ImageFile
 from lm_adapter.engines.shared.settings import Settings
-from lm_adapter.errors import DeadlineExceeded, EncoderError, InvalidRequest, InvalidRows
+from lm_adapter.errors import DeadlineExceeded, EncoderError, InvalidRows
 from lm_adapter.items import Grid, ImageItem
 from lm_adapter.types import EncodedRows
 
@@ -150,13 +149,7 @@ class RowReader(RowCalls):
         """gpu: the index of the GPU that rows go to; None for the host. remedy: what to change if none of the
         transports ends there. Raises InvalidRequest if no transport ends there, and as ``check_encoder``."""
         if gpu is None:
-            transports = tuple(name for name in settings.transports if name != "device")
-            if not transports:
-                raise InvalidRequest(
-                    f"transports is {list(settings.transports)}, but {settings.ENGINE} takes rows from host "
-                    f"memory: {remedy}"
-                )
-            settings = dataclasses.replace(settings, transports=transports)
+            settings = settings.on_host(f"{settings.ENGINE} takes rows from host memory", remedy)
         self._gpu = gpu
         super().__init__(settings, geometry, logger, reads_rows=True)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Self
 
 from lm_adapter.channel import ClientTls, read_token_file
@@ -108,6 +108,14 @@ class Settings:
     def is_routed(self) -> bool:
         """Whether calls may go to a gateway, which routes them by the content's digest."""
         return self.fleet or bool(self.fallback_target)
+
+    def on_host(self, why: str, remedy: str) -> Self:
+        """Without the transport that ends on a GPU. why, remedy: of the error's text. Raises InvalidRequest
+        if no transport is left."""
+        transports = tuple(name for name in self.transports if name != "device")
+        if not transports:
+            raise InvalidRequest(f"transports is {list(self.transports)}, but {why}: {remedy}")
+        return replace(self, transports=transports)
 
     def client_tls(self) -> ClientTls | None:
         """TLS to the encoder, or None. Reads the files of all settings. Raises InvalidRequest for files that
