@@ -213,6 +213,15 @@ def test_arrays_of_any_length_rate_and_size(
         if isinstance(error, ValueError) and not str(error).startswith("t:0 "):
             raise
         pytest.skip("the reference takes no frame of this clip")
+    except IndexError:
+        # 5.17 may ask for a frame after the last one; ours are the others.
+        asked = reference_of(family).sample_frames(metadata_of(num_frames, fps), fps=sampled_fps).tolist()
+        clips = ours(family).clips
+        assert clips is not None
+        found = clips.sample(ClipHeader(num_frames, fps, height, width), PreprocessOptions(**options))
+        assert asked[-1] == num_frames
+        assert found == asked[:-1]
+        return
     check(clip, ours(family), expected)
 
 
