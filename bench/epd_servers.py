@@ -364,7 +364,9 @@ class Group:
             return
         folder = self._folder("mps")
         self._mps = dict.fromkeys(("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY"), str(folder))
-        environment = os.environ | self._mps
+        # The daemon has all GPUs: it would number those that it sees anew, and its clients name theirs.
+        seen = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+        environment = seen | self._mps
         subprocess.run([program, "-d"], env=environment, check=True)
 
         def stop() -> None:
