@@ -74,6 +74,10 @@ PEER_LABELS = {
     "graphs": "its own tower, in its encoder graphs",
     "beside": "an encoder beside it, in time slices",
     "mps": "an encoder beside it, by MPS",
+    "apart": "an encoder on a GPU of its own",
+    "apart, for three": "the same for two further servers too",
+    "tp": "tensor parallel, its tower in its graphs",
+    "split": "the engine's own encoder split",
 }
 AS_TEXT = " as text"
 START_COLOURS = {"85": WARM, "48": COOL, "25": DEEP}
@@ -321,7 +325,7 @@ def draw_goodput(figure: Any, result: dict[str, Any]) -> str:
     figure.legend(named.values(), named, loc="outside lower left", frameon=False, ncols=2)
     settings = result["settings"]
     return (
-        f"Requests within first token / between tokens: {settings['engine']}, {settings['gpus']} of "
+        f"Requests within first token / between tokens: {settings['engine']}, {settings['gpus']} "
         f"{result['device']} for each peer"
     )
 

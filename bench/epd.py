@@ -36,6 +36,7 @@ from bench.checkpoints import write_language_model
 from bench.epd_figures import summary, tables
 from bench.epd_rates import MIXES, WARM_UP_S, Mix, Requests, Sent, measure
 from bench.epd_servers import (
+    ARENA_GIB,
     WHOLE_GPU,
     Peer,
     Running,
@@ -82,6 +83,9 @@ def parse_arguments() -> argparse.Namespace:
         "--kv-gib", type=float, help="of each vLLM or LMDeploy; by default what the fullest GPU has left"
     )
     parser.add_argument(
+        "--arena-gib", type=int, default=ARENA_GIB, help="of rows that each encoder keeps on a GPU"
+    )
+    parser.add_argument(
         "--running", nargs=2, action="append", default=[], metavar=("PEER", "URL"), help="is not started"
     )
     parser.add_argument("--engine-arguments", default="", help="further arguments of every server")
@@ -97,7 +101,7 @@ def parse_arguments() -> argparse.Namespace:
     arguments.peers = [{name: chosen_peer(parser, name, known) for name in group} for group in groups]
     if arguments.engine != "sglang" and arguments.device == "cuda" and arguments.kv_gib is None:
         # Of all groups the same, so that their figures can be compared.
-        arguments.kv_gib = min(kv_gib(group.values()) for group in arguments.peers)
+        arguments.kv_gib = min(kv_gib(group.values(), arguments.arena_gib) for group in arguments.peers)
     known_mixes = MIXES[arguments.size]
     if arguments.rates:
         known_mixes = {name: mix for name, mix in known_mixes.items() if not mix.is_closed_loop}

@@ -56,9 +56,11 @@ ROWS_BYTES = 2 << 30
 that encodes sends a description of all of it, 2 KB a MiB."""
 MPS = "nvidia-cuda-mps-control"
 WHOLE_GPU = 100
-SERVER_GIB, ENCODER_GIB = 22, 8
+SERVER_GIB, ENCODER_GIB = 22, 6
 """Memory of a server beside its KV cache (about 8B parameters in bfloat16, activations, graphs), and of an
-encoder with its arena."""
+encoder beside its arena."""
+ARENA_GIB = 2
+"""Of rows that an encoder keeps on its GPU: this service's default there."""
 USABLE_SHARE = 0.92
 LMDEPLOY_BLOCK, KV_BYTES = 64, 2 * 8 * 128 * 2
 """Tokens of a block of LMDeploy's KV cache, and bytes of a token in a layer of the language model of size
@@ -246,7 +248,7 @@ def transfer_of_rows(role: str, on_cpu: bool) -> list[str]:
     return ["--ec-transfer-config", json.dumps(config)]
 
 
-def kv_gib(peers: Iterable[Peer]) -> float:
+def kv_gib(peers: Iterable[Peer], arena_gib: int) -> float:
     """Of each server on each of its GPUs: what the fullest GPU has left for each of its servers."""
     servers, encoders = parts_of(peers)
     left = []
@@ -254,7 +256,7 @@ def kv_gib(peers: Iterable[Peer]) -> float:
         own = sum(gpu in server.gpus for server in servers)
         beside = sum(encoder.gpu == gpu for encoder in encoders)
         usable = torch.cuda.get_device_properties(gpu).total_memory / (1 << 30) * USABLE_SHARE
-        left.append((usable - beside * ENCODER_GIB) / own - SERVER_GIB)
+        left.append((usable - beside * (ENCODER_GIB + arena_gib)) / own - SERVER_GIB)
     return round(min(left), 1)
 
 
@@ -342,6 +344,8 @@ class Group:
         device = "cpu" if self.on_cpu else f"cuda:{at.gpu}"
         dtype = "float32" if self.on_cpu else "bfloat16"
         variables = dict(self._mps_variables(at))
+        if not self.on_cpu:
+            variables["VE_DEVICE_ARENA_BYTES"] = str(self.arguments.arena_gib << 30)
         if 0 < at.mps < WHOLE_GPU:
             variables["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = str(at.mps)
         encoder: Any
