@@ -61,6 +61,8 @@ class Mix:
 
 CHAT = (Kind(0.5, 448, 448, 1), Kind(0.35, 768, 768, 1), Kind(0.15, 1024, 1024, 1))
 LARGE = (Kind(1.0, 2400, 1080, 1),)
+TALKS = Mix(LARGE, 64, 128, users=30, turns=8, window=5)
+FEW_TALKS = Mix((Kind(1.0, 224, 112, 1),), 4, 4, users=2, turns=3, window=2)
 SMALL, MEDIUM = Kind(1.0, 448, 448, 1), Kind(1.0, 1024, 1024, 1)
 MIXES = {
     "full": {
@@ -70,14 +72,16 @@ MIXES = {
         "4x448, 16 callers": Mix((replace(SMALL, images=4),), 0, 1, users=16, turns=8),
         "1024, 32 callers": Mix((MEDIUM,), 0, 1, users=32, turns=4),
         "448, 64 tokens, 32 callers": Mix((SMALL,), 0, 64, users=32, turns=6),
-        "conversation": Mix(LARGE, 64, 128, users=30, turns=8, window=5),
+        "conversation": TALKS,
         "chat as text": Mix(CHAT, 64, 96, (16, 22, 28, 34), as_text=True),
+        "conversation as text": replace(TALKS, as_text=True),
         "clips": Mix((SMALL,), 64, 96, (2, 4, 6), clip_s=8),
     },
     "tiny": {
         "chat": Mix((Kind(0.5, 224, 224, 1), Kind(0.5, 112, 224, 1)), 4, 4, (1, 2)),
         "chat as text": Mix((Kind(1.0, 224, 224, 1),), 4, 4, (1,), as_text=True),
-        "conversation": Mix((Kind(1.0, 224, 112, 1),), 4, 4, users=2, turns=3, window=2),
+        "conversation": FEW_TALKS,
+        "conversation as text": replace(FEW_TALKS, as_text=True),
         "4x112, 2 callers": Mix((Kind(1.0, 112, 112, 4),), 0, 2, users=2, turns=2),
         "clips": Mix((Kind(1.0, 224, 224, 1),), 4, 4, (1,), clip_s=2),
     },
@@ -97,17 +101,18 @@ class Sent:
 @dataclass(frozen=True)
 class Conversation:
     """The bodies of a user's turns, made anew at each iteration: together they are long. asked: the number
-    and the picture of each turn."""
+    of each turn, its picture, or none, and the words in place of a picture."""
 
     mix: Mix
-    asked: tuple[tuple[int, bytes], ...]
+    asked: tuple[tuple[int, Sequence[bytes], int], ...]
 
     def __iter__(self) -> Iterator[bytes]:
         for last in range(1, len(self.asked) + 1):
             messages: list[dict[str, Any]] = []
-            for turn, (number, picture) in enumerate(self.asked[:last]):
-                files = (picture,) if turn >= last - self.mix.window else ()
-                messages.append(message(number, files, self.mix.words))
+            for turn, (number, files, more) in enumerate(self.asked[:last]):
+                is_seen = turn >= last - self.mix.window
+                words = self.mix.words + (more if is_seen else 0)
+                messages.append(message(number, files if is_seen else (), words))
                 messages.append({"role": "assistant", "content": "It is a photograph."})
             yield body_of(messages[:-1], self.mix.tokens)
 
@@ -146,18 +151,19 @@ class Requests:
 
     def _request(self) -> bytes:
         (kind,) = self._choice.choices(self.mix.kinds, [kind.share for kind in self.mix.kinds])
-        if self.mix.as_text:
-            words = self.mix.words + kind.images * kind.width * kind.height // PIXELS_OF_A_TOKEN
-            return body_of([message(self._next(), (), words)], self.mix.tokens)
-        files = [self._pictures[kind].take(self._choice, self._mark) for _ in range(kind.images)]
-        return body_of([message(self._next(), files, self.mix.words)], self.mix.tokens)
+        files, more = self._shown(kind)
+        return body_of([message(self._next(), files, self.mix.words + more)], self.mix.tokens)
 
     def _conversation(self) -> Conversation:
         (kind,) = self.mix.kinds
-        asked = (
-            (self._next(), self._pictures[kind].take(self._choice, self._mark)) for _ in range(self.mix.turns)
-        )
+        asked = ((self._next(), *self._shown(kind)) for _ in range(self.mix.turns))
         return Conversation(self.mix, tuple(asked))
+
+    def _shown(self, kind: Kind) -> tuple[list[bytes], int]:
+        """New files, and no word; or none, and as many words as they have tokens."""
+        if self.mix.as_text:
+            return [], kind.images * kind.width * kind.height // PIXELS_OF_A_TOKEN
+        return [self._pictures[kind].take(self._choice, self._mark) for _ in range(kind.images)], 0
 
     def _next(self) -> int:
         """A number that no other request of the run has."""
