@@ -9,7 +9,7 @@ import logging
 import pickle
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,6 +30,7 @@ from lm_adapter.engines.lmdeploy.orders import HeldRows, RowOrders, RowsHandle
 from lm_adapter.engines.lmdeploy.rank import ImageRows, Rank
 from lm_adapter.engines.lmdeploy.settings import SOCKET_VARIABLE, VARIABLE, Settings
 from lm_adapter.engines.shared import rows as shared_rows
+from lm_adapter.engines.shared.error_text import status_of
 from lm_adapter.engines.shared.geometry import Geometry
 from lm_adapter.engines.shared.images import ImageFile
 from lm_adapter.errors import InvalidRequest, ItemFailed
@@ -99,13 +100,104 @@ def sent(held: HeldRows) -> list[RowsHandle]:
 
 
 async def test_rows_of_a_request_are_taken_in_the_engines_process(orders: RowOrders, rank: Rank) -> None:
-    """In the images' order, and once: what a step has used is held by nobody else."""
+    """In the images' order."""
     held = await orders.hold([*IMAGES[:2], IMAGES[0]], [GRID] * 3)
-    handles = sent(held)
-    for image, handle in zip([*IMAGES[:2], IMAGES[0]], handles, strict=True):
+    for image, handle in zip([*IMAGES[:2], IMAGES[0]], sent(held), strict=True):
         assert (rank.take(handle).to("cpu").numpy() == rows_of(image)).all()
-        with pytest.raises(LookupError, match="have been dropped"):
-            rank.take(handle)
+
+
+async def test_requests_for_the_same_images_share_rows(
+    fake: FakeEncoder, orders: RowOrders, rank: Rank
+) -> None:
+    """As the choices of one request are, which LMDeploy prepares at once and begins together: of four with
+    two images three would find no room. One of them leaves while the images are encoded."""
+    fake.script.latency_s = 0.3
+    asking = [asyncio.create_task(orders.hold(IMAGES[:2], [GRID] * 2)) for _ in range(4)]
+    await asyncio.sleep(0.1)
+    asking.pop(0).cancel()
+    held = await asyncio.gather(*asking)
+    later = await orders.hold(IMAGES[:2], [GRID] * 2)
+    assert {id(one) for one in (*held, later)} == {id(later)}
+    assert fake.num_calls["Prefetch"] == 1
+    for one in held:
+        assert (rank.take(sent(one)[1]).to("cpu").numpy() == rows_of(IMAGES[1])).all()
+    asking.clear()
+    held.clear()
+    one = later
+    waiting = asyncio.create_task(orders.hold([IMAGES[2], IMAGES[1]], [GRID] * 2))
+    await asyncio.sleep(0.2)
+    assert not waiting.done()
+    del one, later
+    await waiting
+
+
+async def test_p32_a_call_that_nobody_waits_for_ends(
+    fake: FakeEncoder, orders: RowOrders, rank: Rank
+) -> None:
+    fake.script.faults[IMAGES[0].digest] = Fault.HANG
+    asking = [asyncio.create_task(orders.hold(IMAGES[:1], [GRID])) for _ in range(2)]
+    await asyncio.to_thread(wait_until, lambda: fake.num_hanging_now > 0)
+    for one in asking:
+        one.cancel()
+    await asyncio.to_thread(wait_until, lambda: fake.num_hanging_now == 0)
+    fake.script.faults.clear()
+    await orders.hold(IMAGES, [GRID] * 3)
+
+
+async def test_p17_images_wait_for_room_as_long_as_text_would(
+    fake: FakeEncoder, model_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Longer than timeout_s, which counts from there on."""
+    geometry = Geometry.of_model(model_config)
+    monkeypatch.setattr(shared_rows, "MAX_ROWS_BYTES", geometry.num_bytes(GRID))
+    monkeypatch.setenv(SOCKET_VARIABLE, "")
+    orders = RowOrders(Settings(target=fake.target, timeout_s=1.0, retry_s=0.5), geometry, LOGGER)
+    rank = Rank(model_config, is_alone=True)
+    held = await orders.hold(IMAGES[:1], [GRID])
+    waiting = asyncio.create_task(orders.hold(IMAGES[1:2], [GRID]))
+    await asyncio.sleep(1.5)
+    assert not waiting.done()
+    del held
+    await waiting
+    rank.close()
+    orders.close()
+
+
+async def test_p32_after_the_engines_end_nothing_is_encoded(
+    fake: FakeEncoder, orders: RowOrders, rank: Rank
+) -> None:
+    await orders.hold(IMAGES[:1], [GRID])
+    rank.close()
+    with pytest.raises(ItemFailed, match="LMDeploy's engine has ended") as raised:
+        await orders.hold(IMAGES[1:], [GRID] * 2)
+    assert status_of(raised.value) == 503
+    assert fake.num_calls["Prefetch"] == 1
+
+
+async def test_p17_without_a_process_for_the_engine_rows_count_until_their_first_token(
+    orders: RowOrders, rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in ``pipeline()``."""
+    from lm_adapter.engines.lmdeploy import engine
+
+    async def stock(*_arguments: Any, **_options: Any) -> AsyncIterator[int]:
+        await prefill.wait()
+        yield 1
+        await rest.wait()
+
+    monkeypatch.setattr(engine, "ranks", [rank])
+    prefill, rest = asyncio.Event(), asyncio.Event()
+    items = [{"pixel_values": handle} for handle in (await orders.hold(IMAGES, [GRID] * 3)).handles()]
+    outputs = engine._reading_rows(stock)(None, 1, [1], multimodal=items)
+    del items
+    first = asyncio.ensure_future(anext(outputs))
+    waiting = asyncio.create_task(orders.hold(IMAGES[:1], [GRID]))
+    await asyncio.sleep(0.2)
+    assert not waiting.done()
+    prefill.set()
+    assert await first == 1
+    await waiting
+    rest.set()
 
 
 async def test_p17_rows_count_until_the_request_has_let_go_of_them(
@@ -137,6 +229,7 @@ async def test_p32_rows_of_a_request_that_fails_or_leaves_are_dropped(
     leaving = asyncio.create_task(orders.hold(IMAGES, [GRID] * 3))
     await asyncio.to_thread(wait_until, lambda: fake.num_hanging_now > 0)
     leaving.cancel()
+    await asyncio.wait([leaving])
     fake.script.faults.clear()
     held = await orders.hold(IMAGES, [GRID] * 3)
     last = sent(held)[-1].number
@@ -199,7 +292,8 @@ class GpuRows:
 
     is_cuda = True
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_room: bool = True) -> None:
+        self.has_room = has_room
         self.calls: list[str] = []
         self.on_host = torch.zeros(1)
 
@@ -208,6 +302,8 @@ class GpuRows:
 
     def to(self, *, device: str, non_blocking: bool) -> Any:
         self.calls.append(f"to {device}")
+        if device == "cpu" and not self.has_room:
+            raise RuntimeError("CUDA error: out of memory")
         return self if device == "cuda" else self.on_host
 
 
@@ -230,6 +326,16 @@ def test_rows_on_a_gpu_leave_it_with_their_step_or_the_first_token(
     assert not waited
     assert rows.to("cpu") is on_gpu.on_host
     assert waited == [moved]
+
+
+def test_rows_stay_on_a_gpu_where_the_host_has_no_memory_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error would end LMDeploy's engine."""
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+    on_gpu: Any = GpuRows(has_room=False)
+    rows = ImageRows(on_gpu)
+    for _ in range(2):
+        assert rows.to("cuda") is on_gpu
+        rows.leave_gpu()
 
 
 @pytest.mark.parametrize(

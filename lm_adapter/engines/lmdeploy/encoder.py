@@ -19,6 +19,7 @@ import torch
 from lmdeploy.archs import get_model_arch
 from lmdeploy.pytorch.config import _update_torch_dtype
 from lmdeploy.serve.core.exceptions import ErrorCode, RequestError
+from lmdeploy.utils import _get_and_verify_max_len
 from lmdeploy.vl.constants import Modality
 from lmdeploy.vl.engine import ImageEncoder
 
@@ -69,7 +70,8 @@ class RowEncoder(ImageEncoder):  # type: ignore[misc]
         check_model(model_path, trust_remote_code)
         if backend != "pytorch":
             raise InvalidRequest(
-                f"the backend is {backend}, which takes no rows with M-RoPE positions: set --backend pytorch"
+                f"the backend is {backend}, which takes no rows with M-RoPE positions: set "
+                "--backend pytorch, or give pipeline() a PytorchEngineConfig"
             )
         if backend_config is not None and backend_config.mp_engine_backend == "ray":
             raise InvalidRequest(
@@ -77,7 +79,9 @@ class RowEncoder(ImageEncoder):  # type: ignore[misc]
             )
         super().__init__(model_path, backend, vision_config, backend_config, trust_remote_code)
         config, processor = self.model.hf_config, self.model.processor
-        self._backend_config = backend_config
+        length = getattr(backend_config, "session_len", None)
+        self._max_tokens = length or _get_and_verify_max_len(config, None)
+        self._num_ids = config.get_text_config().vocab_size
         self._interface = vision_interface(config.to_dict())
         self._grid_of = grid_rule(self._interface, config, processor)
         self._tokenizer = processor.tokenizer
@@ -126,8 +130,9 @@ class RowEncoder(ImageEncoder):  # type: ignore[misc]
         return {"input_ids": prompt.ids, "multimodal": multimodal}
 
     def check_text(self, ids: Sequence[int]) -> None:
-        """Raises ValueError for a prompt without images that has a placeholder. LMDeploy would give it rows
-        of another request in the same batch, or its engine would end."""
+        """Raises ValueError for a prompt without images that has a placeholder, for which LMDeploy would take
+        rows of another request in the same batch, or an id beyond the vocabulary. Both may end its engine."""
+        self._check_ids(ids)
         placeholder_id = self._interface.image_placeholder_id
         if placeholder_id in ids:
             num_placeholders = list(ids).count(placeholder_id)
@@ -155,6 +160,7 @@ class RowEncoder(ImageEncoder):  # type: ignore[misc]
 
     def _prompt(self, ids: Sequence[int], grids: Sequence[Grid]) -> ImagePrompt:
         """Raises ValueError where ids and images cannot be aligned."""
+        self._check_ids(ids)
         try:
             prompt = ImagePrompt.of(ids, grids, self._interface)
         except InvalidRequest as error:
@@ -163,20 +169,25 @@ class RowEncoder(ImageEncoder):  # type: ignore[misc]
         self._check_length(len(prompt.ids))
         return prompt
 
+    def _check_ids(self, ids: Sequence[int]) -> None:
+        if ids and not 0 <= min(ids) <= max(ids) < self._num_ids:
+            raise ValueError(
+                f"the prompt has ids from {min(ids)} to {max(ids)}, the model has 0 to {self._num_ids - 1}"
+            )
+
     def _check_length(self, num_tokens: int) -> None:
         """LMDeploy would refuse the request after the encode."""
-        max_tokens = getattr(self._backend_config, "session_len", None)
-        if max_tokens is not None and num_tokens >= max_tokens:
+        if num_tokens >= self._max_tokens:
             raise RequestError(
                 ErrorCode.CONTEXT_LENGTH_EXCEEDED,
-                f"the prompt has {num_tokens} tokens with its images, less than {max_tokens} are taken",
+                f"the prompt has {num_tokens} tokens with its images, less than {self._max_tokens} are taken",
             )
 
 
 def _image_file(modality: Any, data: Any, _params: Any) -> ImageFile:
     """Raises ValueError for what is no image."""
     if modality != Modality.IMAGE:
-        raise ValueError(f"{modality} is not accepted: the encoder takes images here")
+        raise ValueError(f"{modality} is not accepted: images in messages of a user are")
     return data if isinstance(data, ImageFile) else ImageFile.of_pixels(data)
 
 

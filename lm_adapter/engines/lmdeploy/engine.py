@@ -38,8 +38,10 @@ def _reading_rows(stock: Any) -> Any:
         multimodal: list[dict[str, Any]] | None = None,
         **kwargs: Any,
     ) -> AsyncIterator[Any]:
+        # Without a process of its own for the engine, these keep the rows.
+        handles = [item["pixel_values"] for item in multimodal or ()]
         try:
-            taken = [ranks[-1].take(item["pixel_values"]) for item in multimodal or ()]
+            taken = [ranks[-1].take(handle) for handle in handles]
         except LookupError as error:
             # As usual after a client has left: then the API server has dropped the rows.
             logger.warning("session %d ends, it has no rows: %s", session_id, error)
@@ -53,6 +55,7 @@ def _reading_rows(stock: Any) -> Any:
                 # Those whose image the prefix cache had were in no step.
                 while taken:
                     taken.pop().leave_gpu()
+                handles.clear()
                 yield output
 
     return async_stream_infer

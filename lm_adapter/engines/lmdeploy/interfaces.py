@@ -55,6 +55,7 @@ CALLED: Mapping[str, tuple[str, ...]] = {
     "lmdeploy.serve.processors.multimodal": (
         *("AudioMediaIO", "ImageMediaIO", "TimeSeriesMediaIO", "VideoMediaIO"),
     ),
+    "lmdeploy.utils": ("_get_and_verify_max_len(hf_config, max_model_len)",),
     "lmdeploy.vl.constants": ("Modality.IMAGE",),
     "lmdeploy.vl.model.base": ("VisionModel.collect_multimodal_items(messages)",),
 }

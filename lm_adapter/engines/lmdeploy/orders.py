@@ -1,4 +1,5 @@
-"""Has the engine's process read the rows of a request, and drop them.
+"""Has the engine's process read the rows of a request, and drop them. Requests for the same images at the
+same time share rows: LMDeploy asks for each of a request's ``n`` choices.
 
 Owns what a call does: the encoder encodes all images of a request, then the engine's process reads their rows
 by key (``rank``) and confirms them (``shared.rank_socket``). Rows never come here. LMDeploy pickles requests,
@@ -28,13 +29,17 @@ from lm_adapter.errors import InvalidRows, ItemFailed
 from lm_adapter.items import Grid, ImageItem
 
 MIN_CALL_S = 0.001
+AWAY_S = 2.0
+"""Of the engine's process, after which it is taken to have ended. It reconnects in a fifth of a second."""
+Names = tuple[bytes, ...]
+"""The digests of a request's images."""
 GONE = "UNKNOWN_KEY"
 """The reason of rows that the encoder does not have any more."""
 
 
 class HeldRows:
-    """Rows of a request in the engine's process, by its orders, in the images' order. They are dropped with
-    this object, unless the request has taken them."""
+    """Rows of requests for the same images, in the engine's process, by their orders and in the images'
+    order. They are dropped with this object; what a request has taken stays as long as it keeps it."""
 
     def __init__(self, orders: Sequence[RowsOrder], drop: Callable[[Sequence[RowsOrder]], None]) -> None:
         self.orders = orders
@@ -60,12 +65,23 @@ class RowsHandle:
         return RowsHandle, (self.number,)
 
 
+@dataclass(eq=False)
+class _Ongoing:
+    """A call for the rows of some images. num_waiting: requests that want them."""
+
+    task: asyncio.Task[HeldRows]
+    num_waiting: int = 0
+
+
 class RowOrders(rows.RowCalls):
     """In the API server's process, before LMDeploy starts the engine's."""
 
     def __init__(self, settings: Settings, geometry: Geometry, logger: logging.Logger) -> None:
         """Raises as ``check_encoder``."""
-        super().__init__(settings, geometry, logger, reads_rows=False)
+        # Text waits for LMDeploy as long as it takes, and rows leave room only with their first token.
+        super().__init__(settings, geometry, logger, reads_rows=False, has_room_in_time=False)
+        self._held: weakref.WeakValueDictionary[Names, HeldRows] = weakref.WeakValueDictionary()
+        self._ongoing: dict[Names, _Ongoing] = {}
         self._numbers = itertools.count(1)
         os.environ[SOCKET_VARIABLE] = f"vision-encoder-{secrets.token_hex(16)}"
         self._socket = RankSocket(os.environ[SOCKET_VARIABLE], 1)
@@ -77,10 +93,30 @@ class RowOrders(rows.RowCalls):
 
     async def hold(self, images: Sequence[ImageFile], grids: Sequence[Grid]) -> HeldRows:
         """Returns once the engine's process has checked rows of all images; they count in MAX_ROWS_BYTES as
-        long as the result exists. Raises as ``take``."""
+        long as the result exists. Waits for room as long as it takes. Raises as ``take``."""
+        names, loop = tuple(image.digest for image in images), asyncio.get_running_loop()
+        held = self._held.get(names)
+        if held is not None:
+            return held
+        ongoing = self._ongoing.get(names)
+        if ongoing is None or ongoing.task.get_loop() is not loop:
+            ongoing = self._ongoing[names] = _Ongoing(loop.create_task(self._obtain(names, images, grids)))
+        ongoing.num_waiting += 1
+        try:
+            # A request that leaves does not take the others' call along.
+            return await asyncio.shield(ongoing.task)
+        finally:
+            ongoing.num_waiting -= 1
+            if not ongoing.num_waiting:
+                ongoing.task.cancel()
+                if self._ongoing.get(names) is ongoing:
+                    del self._ongoing[names]
+
+    async def _obtain(self, names: Names, images: Sequence[ImageFile], grids: Sequence[Grid]) -> HeldRows:
         held: HeldRows
         held, give_back = await self.take(images, grids)
         held.then(self._encoder_thread.call_soon, give_back)
+        self._held[names] = held
         return held
 
     async def _encode(
@@ -91,6 +127,8 @@ class RowOrders(rows.RowCalls):
         left_s: float,
     ) -> HeldRows:
         """Rows that are gone before they are read are encoded once more."""
+        if not await self._socket.are_connected(AWAY_S):
+            raise ItemFailed("LMDeploy's engine has ended: start LMDeploy again", reason="ENGINE_UNAVAILABLE")
         ends_s = time.monotonic() + left_s
 
         def left() -> float:

@@ -44,7 +44,12 @@ class ImageRows:
         stream = torch.cuda.current_stream()
         # Allocated on the reader's stream.
         self._rows.record_stream(stream)
-        self._rows = self._rows.to(device="cpu", non_blocking=True)
+        try:
+            self._rows = self._rows.to(device="cpu", non_blocking=True)
+        except RuntimeError as error:
+            # An error here would end LMDeploy's engine.
+            logger.warning("image rows stay on the GPU, the host has no pinned memory: %s", error)
+            return
         new_event: Any = torch.cuda.Event  # untyped in torch
         self._moved = new_event()
         self._moved.record(stream)
@@ -83,8 +88,8 @@ class Rank:
         self._reader.close()
 
     def take(self, handle: RowsHandle) -> ImageRows:
-        """Once. Raises LookupError for rows that have been dropped."""
-        rows = self._reader.rows.pop(handle.number, None)
+        """Raises LookupError for rows that have been dropped."""
+        rows = self._reader.rows.get(handle.number)
         if rows is None:
             raise LookupError(f"rows {handle.number} have been dropped")
         return ImageRows(rows)

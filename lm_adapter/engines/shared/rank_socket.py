@@ -137,12 +137,21 @@ class RankSocket:
         self._pending: dict[int, _PendingOrder] = {}
         self._dropped: deque[int] = deque(maxlen=MAX_DROPS)
         self._all_connected = asyncio.Event()
+        self._was_connected = False
         self._server: asyncio.Server | None = None
 
     @property
     def num_connected(self) -> int:
         """Number of ranks that are connected."""
         return len(self._ranks)
+
+    async def are_connected(self, timeout_s: float) -> bool:
+        """Whether all ranks are connected, or were not yet. Waits for one that was."""
+        if not self._was_connected or self._all_connected.is_set():
+            return True
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._all_connected.wait(), timeout_s)
+        return self._all_connected.is_set()
 
     async def open(self) -> None:
         self._server = await asyncio.start_unix_server(self._serve, f"\0{self.name}")
@@ -198,6 +207,7 @@ class RankSocket:
             send(writer, {"drop": number})
         if len(self._ranks) == self._num_ranks:
             self._all_connected.set()
+            self._was_connected = True
         try:
             while True:
                 self._take_report(await receive(reader), writer)

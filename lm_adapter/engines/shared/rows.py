@@ -42,10 +42,10 @@ class ByteLimit:
         self._waiting: deque[tuple[int, Future[None]]] = deque()
         self._lock = threading.Lock()
 
-    async def take(self, num_bytes: int, timeout_s: float) -> Callable[[], None]:
+    async def take(self, num_bytes: int, timeout_s: float | None) -> Callable[[], None]:
         """Returns the function that gives the bytes back, to be called once. A request for more than the
-        limit waits until nothing else is held. Raises DeadlineExceeded if the bytes do not become free in
-        time."""
+        limit waits until nothing else is held. timeout_s: None waits as long as it takes. Raises
+        DeadlineExceeded if the bytes do not become free in time."""
         num_bytes = min(num_bytes, self._max_bytes)
         granted: Future[None] = Future()
         with self._lock:
@@ -80,12 +80,19 @@ class RowCalls:
     event loops."""
 
     def __init__(
-        self, settings: Settings, geometry: Geometry, logger: logging.Logger, *, reads_rows: bool
+        self,
+        settings: Settings,
+        geometry: Geometry,
+        logger: logging.Logger,
+        *,
+        reads_rows: bool,
+        has_room_in_time: bool = True,
     ) -> None:
-        """reads_rows: as of ``Agreement.client``. Raises as ``check_encoder``."""
+        """reads_rows: as of ``Agreement.client``. has_room_in_time: a request waits for room for its rows
+        within its ``timeout_s``; else as long as it takes. Raises as ``check_encoder``."""
         self._geometry = geometry
         self._limit = ByteLimit(MAX_ROWS_BYTES)
-        self._room_s = settings.timeout_s
+        self._room_s = settings.timeout_s if has_room_in_time else None
         self._encoder_thread = EncoderThread(
             Agreement(settings, geometry), name="rows", reads_rows=reads_rows, logger=logger
         )
@@ -104,7 +111,7 @@ class RowCalls:
         items = [ImageItem(image.data, digest=image.digest) for image in images]
         started_s = time.monotonic()
         give_back = await self._limit.take(sum(map(self._geometry.num_bytes, grids)), self._room_s)
-        waited_s = time.monotonic() - started_s
+        waited_s = time.monotonic() - started_s if self._room_s is not None else 0.0
 
         async def call(client: AsyncVisionEncoderClient, left_s: float) -> Any:
             left_s = max(left_s - waited_s, 0.0)
