@@ -74,6 +74,8 @@ PEER_LABELS = {
     "graphs": "its own tower, in its encoder graphs",
     "beside": "an encoder beside it, in time slices",
     "mps": "an encoder beside it, by MPS",
+    "one thread": "its own tower, OMP_NUM_THREADS=1",
+    "host": "an encoder beside it, rows by host memory",
     "apart": "an encoder on a GPU of its own",
     "apart, for three": "the same for two further servers too",
     "tp": "tensor parallel, its tower in its graphs",

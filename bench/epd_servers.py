@@ -42,6 +42,7 @@ WAYS = re.compile(
 """What the servers' logs say of how rows come; SGLang's pool in device memory was full at least once."""
 OURS, SPLIT = "this service", "the engine's own"
 GRAPHS, PROTOCOL, HOST = "encoder graphs", "by SGLang's protocol", "rows by host memory"
+ONE_THREAD = "OMP_NUM_THREADS=1"
 NO_SPLIT = (
     "vLLM 0.33's ECCPUConnector and ECMooncakeConnector need its V2 model runner, which needs Triton: on a"
     " CPU the first does not start, and with the second no request gets its rows"
@@ -118,6 +119,7 @@ def peers_of(engine: str, num_gpus: int) -> dict[str, Peer]:
     }
     if engine == "lmdeploy":  # its tower has no graphs of its own
         del found["graphs"]
+        found["one thread"] = Peer(tuple(ServerAt((gpu,), option=ONE_THREAD) for gpu in every))
         found["host"] = Peer(tuple(ServerAt((gpu,), EncoderAt(gpu), HOST) for gpu in every))
         return found
     found["split"] = Peer(tuple(ServerAt((gpu,), EncoderAt(last, SPLIT)) for gpu in rest))
@@ -136,7 +138,7 @@ def peers_of(engine: str, num_gpus: int) -> dict[str, Peer]:
 def default_groups(engine: str, device: str, num_gpus: int) -> list[list[str]]:
     """The most informative together and first; a GPU has the memory for three servers at a time."""
     if engine == "lmdeploy":
-        return [["tower", "beside"] if device == "cpu" else ["tower", "beside", "mps"]]
+        return [["tower", "beside"] if device == "cpu" else ["tower", "one thread", "beside", "mps"]]
     if device == "cpu":
         return [["tower", "split", *(["protocol"] if engine == "sglang" else []), "beside"]]
     if engine == "sglang":
@@ -462,6 +464,8 @@ class Group:
         target = self._encoder(at).target if at.encoder else None
         settings = {"transports": ["host", "inline"]} if at.option == HOST else {}
         run, variables = lmdeploy.command(self.checkpoint, port, target, **settings)
+        if at.option == ONE_THREAD:
+            variables["OMP_NUM_THREADS"] = "1"
         return [*run, *engine_arguments(self.arguments)], variables
 
     def _sglang_command(self, port: int) -> list[str]:

@@ -135,7 +135,7 @@ def test_p12_a_second_turn_reuses_the_first_images_prefix(server: Lmdeploy, refe
 
 
 @pytest.mark.usefixtures("lives_on")
-def test_p33_what_a_client_may_not_send(server: Lmdeploy, images: list[bytes]) -> None:
+def test_p33_what_a_client_may_not_send(server: Lmdeploy, images: list[bytes], reference: Reference) -> None:
     rejected(server.generate(ONE, [b"no image at all"]), 400, "cannot identify")
     broken = new_picture()[0]
     broken = broken[: len(broken) // 2]
@@ -153,6 +153,15 @@ def test_p33_what_a_client_may_not_send(server: Lmdeploy, images: list[bytes]) -
     # In a batch with an image its placeholder would get a row of that image.
     rejected(server.generate(ONE, []), 400, "1 image placeholders and no image")
     rejected(server.post("/get_ppl", {"input": ONE}), 400, "1 image placeholders and no image")
+    # LMDeploy's engine would end at the embedding.
+    for number, chosen in ((1 << 20, []), (-1, []), (1 << 20, images[:1])):
+        ids = [*reference.ids(ONE if chosen else TEXT, chosen), number]
+        rejected(server.generate(ids, chosen), 400, "the prompt has ids from", str(number))
+    system = [
+        {"role": "system", "content": [{"type": "image_url", "image_url": {"url": data_url(images[0])}}]}
+    ]
+    asked = [{"role": "user", "content": "What is it?"}]
+    rejected(server.chat(images[0], messages=[*system, *asked]), 400, "images in messages of a user")
     for name in ("mm_processor_kwargs", "media_io_kwargs"):
         fields = {name: {"image": {"max_pixels": 10000}}}
         rejected(server.generate(ONE, images[:1], **fields), 400, name)

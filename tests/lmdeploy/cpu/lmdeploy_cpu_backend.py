@@ -28,8 +28,8 @@ class PagedAttention:
         for num_new, num_all, pages in lengths:
             new = slice(start, start + num_new)
             start += num_new
-            # A sequence that has ended may be in one more step, beyond its pages; page 0 is nobody's.
-            pages = torch.nn.functional.pad(pages, (0, 1))
+            # A sequence that has ended may be in further steps, beyond its pages; page 0 is nobody's.
+            pages = torch.nn.functional.pad(pages, (0, max(0, -(-num_all // size) - len(pages))))
             indices = torch.arange(num_all)
             at = pages[indices // size].long(), indices % size
             where = tuple(index[num_all - num_new :] for index in at)
