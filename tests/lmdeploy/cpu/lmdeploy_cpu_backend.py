@@ -68,6 +68,14 @@ class CpuBackend(DefaultOpsBackend):
         return super().build_op(spec, enable_deterministic=enable_deterministic)
 
     @staticmethod
+    def ccl_backend():
+        return "gloo"
+
+    @staticmethod
+    def support_ray():
+        return True
+
+    @staticmethod
     def get_attention_metadata_cls():
         return AttentionMetadata
 

@@ -67,6 +67,8 @@ def replace_cuda(_lmdeploy):
     cuda.get_device_properties = lambda *_: types.SimpleNamespace(major=8, minor=0)
     cuda.synchronize = cuda.empty_cache = lambda *_: None
     tensor.cuda = lambda one, **_: one.clone()
+    module: Any = torch
+    module.compile = lambda one=None, **_: one or (lambda decorated: decorated)
 
     for name in ("empty", "zeros", "ones", "full", "tensor", "arange"):
         setattr(torch, name, on_cpu(getattr(torch, name)))
@@ -142,6 +144,16 @@ def use_cpu(agent):
     agent._try_to_cuda = to_cpu
 
 
+def declare_gpus(lmdeploy_ray):
+    """To Ray, one for each rank. LMDeploy's placement group waits for as many."""
+    stock = lmdeploy_ray.ray.init
+
+    def init(**options):
+        return stock(**({"num_gpus": options.get("num_cpus"), "include_dashboard": False} | options))
+
+    lmdeploy_ray.ray.init = init
+
+
 def end_manager_later(zmq_engine):
     """LMDeploy ends the process that hands over the engine's port as soon as it has it. On a busy machine the
     engine still waits for an answer of that process, and dies of its end."""
@@ -162,6 +174,7 @@ AFTER_IMPORT = {
     "lmdeploy.pytorch.engine.engine": skip_check,
     "lmdeploy.pytorch.engine.model_agent.agent": use_cpu,
     "lmdeploy.pytorch.engine.mp_engine.zmq_engine": end_manager_later,
+    "lmdeploy.pytorch.ray": declare_gpus,
     "lmdeploy.utils": take_bfloat16,
 }
 
