@@ -6,7 +6,9 @@ classes and loader run here; what is replaced is the device below them:
 
 - CUDA's streams and events, which do nothing, as each operation has ended when it returns; its tensors;
 - the attention, by plain torch on LMDeploy's own paged cache;
+- torch's compiler, whose import takes each process seven seconds;
 - the check of the environment, the warm-up, and the amount of free memory;
+- NCCL, by gloo;
 - with LMDEPLOY_ON_CPU_FLOAT32=1 in the environment the dtype: LMDeploy takes no float32, in which tokens are
   equal to those of transformers.
 """
@@ -38,6 +40,9 @@ class Stream:
     def wait_event(self, _event):
         pass
 
+    def query(self):
+        return True
+
     wait_stream = synchronize = record_event = wait_event
 
 
@@ -68,6 +73,7 @@ def replace_cuda(_lmdeploy):
     cuda.synchronize = cuda.empty_cache = lambda *_: None
     tensor.cuda = lambda one, **_: one.clone()
     module: Any = torch
+    module._C._cuda_clearCublasWorkspaces = lambda: None
     module.compile = lambda one=None, **_: one or (lambda decorated: decorated)
 
     for name in ("empty", "zeros", "ones", "full", "tensor", "arange"):
@@ -144,16 +150,6 @@ def use_cpu(agent):
     agent._try_to_cuda = to_cpu
 
 
-def declare_gpus(lmdeploy_ray):
-    """To Ray, one for each rank. LMDeploy's placement group waits for as many."""
-    stock = lmdeploy_ray.ray.init
-
-    def init(**options):
-        return stock(**({"num_gpus": options.get("num_cpus"), "include_dashboard": False} | options))
-
-    lmdeploy_ray.ray.init = init
-
-
 def end_manager_later(zmq_engine):
     """LMDeploy ends the process that hands over the engine's port as soon as it has it. On a busy machine the
     engine still waits for an answer of that process, and dies of its end."""
@@ -174,7 +170,6 @@ AFTER_IMPORT = {
     "lmdeploy.pytorch.engine.engine": skip_check,
     "lmdeploy.pytorch.engine.model_agent.agent": use_cpu,
     "lmdeploy.pytorch.engine.mp_engine.zmq_engine": end_manager_later,
-    "lmdeploy.pytorch.ray": declare_gpus,
     "lmdeploy.utils": take_bfloat16,
 }
 
