@@ -24,7 +24,7 @@ from install_engines import install_torch_release, mend, requirements
 LMDEPLOY = "0.18.0"
 LEFT_OUT = (
     *("torch", "torchvision", "nvidia-nccl-cu12", "nvidia-cuda-runtime-cu12", "nvidia-cublas-cu12"),
-    *("nvidia-curand-cu12", "flash-linear-attention", "tilelang", "ray", "rdkit", "peft", "accelerate"),
+    *("nvidia-curand-cu12", "flash-linear-attention", "tilelang", "rdkit", "peft", "accelerate"),
     *("einops", "opencv-python-headless", "tiktoken", "openai_harmony"),
 )
 # Packages that LMDeploy imports but does not list as requirements.

@@ -1,15 +1,17 @@
-"""Parts of the plugin over LMDeploy's own classes, without a server: handles of rows, versions, models."""
+"""Parts of the plugin over LMDeploy's own classes, without a server: handles of rows, versions, models, and
+LMDeploy's engine with its ranks in Ray's actors."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import logging
 import pickle
-import subprocess
-import sys
-from collections.abc import AsyncIterator, Iterator
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,8 +23,11 @@ import torch
 from transformers import AutoConfig
 
 from bench.harness.engine_checkpoints import write_checkpoint
-from bench.harness.processes import environment
+from bench.harness.lmdeploy import FLOAT32
+from bench.harness.ports import free_port
+from bench.harness.processes import Process
 from bench.harness.waiting import wait_until
+from lm_adapter.engines.lmdeploy import module_map
 from lm_adapter.engines.lmdeploy import rank as rank_module
 from lm_adapter.engines.lmdeploy.interfaces import INTERFACES
 from lm_adapter.engines.lmdeploy.module_map import CUSTOM_MODULE_MAP
@@ -429,37 +434,167 @@ def test_other_versions_are_refused_or_taken_with_a_warning(caplog: pytest.LogCa
     assert "LMDeploy is 0.19.0" in record.getMessage()
 
 
-RANK = """
-import pickle, sys
-for config in pickle.loads(sys.stdin.buffer.read()):
-    from lmdeploy.pytorch.models import patch
-    patch.update_custom_module_map(config.custom_module_map)
-    model = patch._get_model_class(config.hf_config, patch._get_module_map())
-    print(model.__module__, model.__name__)
-"""
-"""What an actor of Ray does with the configuration that it gets; it has not imported the plugin."""
+@pytest.fixture
+def ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Process]:
+    """A Ray of its own, with GPUs that are not there, which starts beside the test. Its sockets have names of
+    limited length."""
+    address, folder = f"127.0.0.1:{free_port()}", tempfile.mkdtemp(prefix="ve-ray-")
+    variables = {
+        "RAY_AUTH_MODE": "disabled",  # else Ray writes a token into the home folder
+        "RAY_enable_worker_prestart": "0",  # LMDeploy's actors have variables of their own
+        "RAY_memory_monitor_refresh_ms": "0",  # it ends actors when the machine is short of memory
+        "RAY_prestart_worker_first_driver": "0",
+        **FLOAT32,
+    }
+    for name, value in {**variables, "RAY_ADDRESS": address}.items():
+        monkeypatch.setenv(name, value)
+    host, port = address.split(":")
+    options = [
+        "--node-ip-address",
+        host,
+        "--port",
+        port,
+        "--temp-dir",
+        folder,
+        "--num-cpus",
+        "2",
+        "--num-gpus",
+        "2",
+    ]
+    options += [
+        "--object-store-memory",
+        str(100 << 20),
+        "--include-dashboard",
+        "false",
+        "--disable-usage-stats",
+    ]
+    command = ["-m", "ray.scripts.scripts", "start", "--head", "--block", *options]
+    process = Process(command, tmp_path / "ray.log")
+    yield process
+    process.kill()
+
+    def is_removed() -> bool:
+        shutil.rmtree(folder, ignore_errors=True)
+        return not Path(folder).exists()
+
+    wait_until(is_removed, "the end of Ray's processes, which write files")
 
 
-def test_ranks_in_other_processes_find_the_classes_without_towers(tmp_path: Path) -> None:
-    from lmdeploy.pytorch.config import ModelConfig
+@contextlib.asynccontextmanager
+async def running(checkpoint: str, num_ranks: int) -> AsyncIterator[Any]:
+    """LMDeploy's engine in this process."""
+    from lmdeploy.messages import PytorchEngineConfig
+    from lmdeploy.pytorch.engine import Engine
 
-    from lm_adapter.engines.lmdeploy import install
+    from lm_adapter.engines.lmdeploy import engine, install
 
     install()
+    options = {"session_len": 256, "max_batch_size": 4, "max_prefill_token_num": 16, "block_size": 16}
+    config = PytorchEngineConfig(tp=num_ranks, eager_mode=True, **options)
+    lmdeploy_engine = Engine.from_pretrained(checkpoint, config)
+    lmdeploy_engine.start_loop()
+    try:
+        yield lmdeploy_engine
+    finally:
+        lmdeploy_engine.close()
+        with contextlib.suppress(asyncio.CancelledError):
+            await lmdeploy_engine.wait_tasks()
+        engine.ranks.pop().close()
+
+
+async def tokens_of(
+    engine: Any, orders: RowOrders, images: Sequence[ImageFile], placeholder: int
+) -> list[int]:
+    """Greedy ones of a prompt with the images."""
+    from lmdeploy.messages import GenerationConfig
+
+    sampling = GenerationConfig(max_new_tokens=8, ignore_eos=True, top_k=1)
+    ids, multimodal = [7], []
+    handles = sent(await orders.hold(images, [GRID] * len(images))) if images else []
+    for image, handle in zip(images, handles, strict=True):
+        fields = {"modality": "image", "image_token_id": placeholder, "content_hash": image.digest.hex()}
+        offset = (len(ids), len(ids) + NUM_ROWS)
+        multimodal.append(
+            {**fields, "pixel_values": handle, "grid_thw": torch.tensor(GRID), "offset": offset}
+        )
+        ids += [*[placeholder] * NUM_ROWS, 8]
+    tokens: list[int] = []
+    outputs = engine.create_instance().async_stream_infer(1, ids, sampling, multimodal or None)
+    async for output in outputs:
+        tokens += output.token_ids
+    return tokens
+
+
+async def test_two_ranks_in_rays_actors_give_the_tokens_of_one(
+    ray: Process, orders: RowOrders, model_config: Any, tmp_path: Path
+) -> None:
+    """Ray, its actors and LMDeploy's executor are real; ranks reduce over gloo. The plugin is installed in no
+    actor: they get all by what LMDeploy sends."""
+    from lmdeploy.pytorch.config import ModelConfig
+
+    def found_by(rank: Any, configs: Sequence[Any]) -> Any:
+        """Runs in an actor, pickled by value."""
+        import sys
+
+        from lmdeploy.pytorch.models import patch
+
+        model = rank.model_agent.patched_model.get_model()
+        assert not any(name.startswith("visual") for name, _ in model.named_parameters())
+        assert "lm_adapter.engines.lmdeploy.engine" not in sys.modules
+        classes = [type(model)]
+        for config in configs:
+            patch.update_custom_module_map(config.custom_module_map)
+            classes.append(patch._get_model_class(config.hf_config, patch._get_module_map()))
+        return [f"{found.__module__}.{found.__name__}" for found in classes]
+
+    checkpoint, placeholder = model_config.hf_config.name_or_path, model_config.hf_config.image_token_id
+    requests = [[], *([image] for image in IMAGES), IMAGES]
+    async with running(checkpoint, 1) as engine:
+        expected = [await tokens_of(engine, orders, images, placeholder) for images in requests]
+    assert len({tuple(tokens) for tokens in expected}) == len(requests)
     families = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "kimi_k25")
     checkpoints = [write_checkpoint(tmp_path / family, family) for family in families]
     configs = [ModelConfig.from_pretrained(str(checkpoint)) for checkpoint in checkpoints]
-    ended = subprocess.run(
-        [sys.executable, "-c", RANK], env=environment(), input=pickle.dumps(configs),
-        capture_output=True, timeout=200, check=False,
-    )  # fmt: skip
-    names = [config.hf_config.architectures[0] for config in configs]
-    assert set(names) == set(CUSTOM_MODULE_MAP)
+    ray.wait_for(lambda: "Ray runtime started" in ray.tail(), "Ray")
+    async with running(checkpoint, 2) as engine:
+        assert [await tokens_of(engine, orders, images, placeholder) for images in requests] == expected
+        found = engine.executor.collective_rpc("__ray_call__", (found_by, configs))
+    architectures = [config.hf_config.architectures[0] for config in configs]
+    assert set(architectures) == set(CUSTOM_MODULE_MAP)
+    names = [f"lm_adapter.engines.lmdeploy.models.{name}" for name in (architectures[0], *architectures)]
+    assert found == [names] * 2
     # With what the engine's process compares rows.
     served = {Geometry.of_model(config).family for config in configs}
     assert served == {"qwen3_vl", "qwen3_5", "kimi_k25"}
-    lines = [f"lm_adapter.engines.lmdeploy.models {name}" for name in names]
-    assert ended.stdout.decode().splitlines()[-len(lines) :] == lines, ended.stderr.decode()
+
+
+@pytest.mark.parametrize(
+    ("error", "is_explained"),
+    [
+        (ModuleNotFoundError("No module named 'lm_adapter'"), True),
+        (AssertionError(f'custom module map path: "{module_map.__file__}" not exists.'), True),
+        (ModuleNotFoundError("No module named 'flash_attn'"), False),
+    ],
+)
+def test_a_rank_without_this_package_ends_the_start_with_the_reason(
+    error: Exception, is_explained: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from ray.exceptions import RayTaskError
+
+    from lm_adapter.engines.lmdeploy import engine
+
+    class Executor:
+        model_config = None
+
+        def build_model(self) -> None:
+            raise RayTaskError("build_model", f"Traceback\n{error}", error).as_instanceof_cause()
+
+    monkeypatch.setattr(engine, "ranks", [])
+    monkeypatch.setattr(engine, "Rank", lambda *_, **__: None)
+    executor = engine._with_rank(Executor)()
+    with pytest.raises(InvalidRequest if is_explained else ModuleNotFoundError):
+        executor.build_model()
+    assert ("LMDeploy does not start: a rank has no lm_adapter at" in caplog.text) == is_explained
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5", "kimi_k25"])

@@ -18,12 +18,16 @@ from lmdeploy.pytorch.engine import engine as lmdeploy_engine
 from lmdeploy.pytorch.engine.engine_instance import EngineInstance
 from lmdeploy.pytorch.engine.executor.uni_executor import UniExecutor
 
+import lm_adapter
 from lm_adapter.engines.lmdeploy import module_map
 from lm_adapter.engines.lmdeploy.interfaces import logger
 from lm_adapter.engines.lmdeploy.rank import Rank
 from lm_adapter.engines.lmdeploy.settings import Settings
 from lm_adapter.engines.shared.first_contact import start_of
+from lm_adapter.errors import InvalidRequest
 
+MODULE_MAP = str(Path(module_map.__file__))
+"""The file by which each rank finds the model classes."""
 ranks: list[Rank] = []
 """The one of this process, once its engine is built."""
 
@@ -61,13 +65,38 @@ def _reading_rows(stock: Any) -> Any:
     return async_stream_infer
 
 
+def _naming_a_package_that_ranks_lack(stock: Any) -> Any:
+    """Ranks in other processes import this package with the model. Ray raises their errors again, by their
+    types."""
+
+    @functools.wraps(stock)
+    def build_model() -> None:
+        with start_of(Settings.ENGINE, logger):
+            try:
+                stock()
+            except (AssertionError, ModuleNotFoundError) as error:
+                package = Path(lm_adapter.__file__).parent
+                lacking = (f"No module named '{package.name}", f'"{MODULE_MAP}" not exists')
+                if not any(text in str(error) for text in lacking):
+                    raise
+                raise InvalidRequest(
+                    f"a rank has no {package.name} at {package}, where this process has it: install it so on "
+                    "every node, for the Python of Ray's actors"
+                ) from error
+
+    return build_model
+
+
 def _with_rank(stock: Any) -> Any:
     @functools.wraps(stock)
     def build_executor(*args: Any, **kwargs: Any) -> Any:
         executor = stock(*args, **kwargs)
+        is_alone = isinstance(executor, UniExecutor)
+        if not is_alone:
+            executor.build_model = _naming_a_package_that_ranks_lack(executor.build_model)
         # The model is loaded later, and its KV cache gets a share of what is free then.
         with start_of(Settings.ENGINE, logger):
-            rank = Rank(executor.model_config, is_alone=isinstance(executor, UniExecutor))
+            rank = Rank(executor.model_config, is_alone=is_alone)
         while ranks:
             ranks.pop().close()
         ranks.append(rank)
@@ -80,7 +109,7 @@ def _without_towers(stock: Any) -> Any:
     def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
         config = stock.__func__(cls, *args, **kwargs)
         # LMDeploy's own option for it, PytorchEngineConfig.custom_module_map, does not arrive here.
-        config.custom_module_map = str(Path(module_map.__file__))
+        config.custom_module_map = MODULE_MAP
         return config
 
     return classmethod(from_pretrained)

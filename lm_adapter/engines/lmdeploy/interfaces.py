@@ -70,6 +70,7 @@ OVERRIDDEN: Mapping[str, tuple[str, ...]] = {
         "EngineInstance.async_stream_infer(session_id, input_ids, gen_config, multimodal, adapter_name, "
         "notify_add_msg_func, kwargs)",
     ),
+    "lmdeploy.pytorch.engine.executor.base": ("ExecutorBase.build_model()",),
     "lmdeploy.pytorch.engine.mp_engine.base": (
         "MPEngineInstance.async_stream_infer(session_id, args, kwargs)",
     ),

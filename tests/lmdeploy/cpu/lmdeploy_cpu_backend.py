@@ -28,8 +28,8 @@ class PagedAttention:
         for num_new, num_all, pages in lengths:
             new = slice(start, start + num_new)
             start += num_new
-            # A sequence that has ended may be in further steps, beyond its pages, and one may have too few (see
-            # ``tests.lmdeploy.answers.AT_ONCE``); page 0 is nobody's.
+            # A sequence that has ended may be in further steps, beyond its pages, and one may have too few
+            # (``AT_ONCE`` of ../answers.py); page 0 is nobody's.
             pages = torch.nn.functional.pad(pages, (0, max(0, -(-num_all // size) - len(pages))))
             indices = torch.arange(num_all)
             at = pages[indices // size].long(), indices % size
@@ -67,6 +67,14 @@ class CpuBackend(DefaultOpsBackend):
         if isinstance(spec, FlashAttentionBuildSpec):
             return FlashAttention(spec)
         return super().build_op(spec, enable_deterministic=enable_deterministic)
+
+    @staticmethod
+    def ccl_backend():
+        return "gloo"
+
+    @staticmethod
+    def support_ray():
+        return True
 
     @staticmethod
     def get_attention_metadata_cls():

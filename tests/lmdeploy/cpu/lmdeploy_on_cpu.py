@@ -6,7 +6,9 @@ classes and loader run here; what is replaced is the device below them:
 
 - CUDA's streams and events, which do nothing, as each operation has ended when it returns; its tensors;
 - the attention, by plain torch on LMDeploy's own paged cache;
+- torch's compiler, whose import takes each process seven seconds;
 - the check of the environment, the warm-up, and the amount of free memory;
+- NCCL, by gloo;
 - with LMDEPLOY_ON_CPU_FLOAT32=1 in the environment the dtype: LMDeploy takes no float32, in which tokens are
   equal to those of transformers.
 """
@@ -38,6 +40,9 @@ class Stream:
     def wait_event(self, _event):
         pass
 
+    def query(self):
+        return True
+
     wait_stream = synchronize = record_event = wait_event
 
 
@@ -67,6 +72,9 @@ def replace_cuda(_lmdeploy):
     cuda.get_device_properties = lambda *_: types.SimpleNamespace(major=8, minor=0)
     cuda.synchronize = cuda.empty_cache = lambda *_: None
     tensor.cuda = lambda one, **_: one.clone()
+    module: Any = torch
+    module._C._cuda_clearCublasWorkspaces = lambda: None
+    module.compile = lambda one=None, **_: one or (lambda decorated: decorated)
 
     for name in ("empty", "zeros", "ones", "full", "tensor", "arange"):
         setattr(torch, name, on_cpu(getattr(torch, name)))

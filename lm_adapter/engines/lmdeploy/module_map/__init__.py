@@ -1,8 +1,8 @@
 """The model classes without towers, by architecture.
 
 LMDeploy loads this file in each process that builds a model, by its path in
-``ModelConfig.custom_module_map``, which travels to Ray's actors too. It appends the file's folder to
-``sys.path``, so nothing else is in that.
+``ModelConfig.custom_module_map``, which travels to Ray's actors too. The path is the same on every node.
+LMDeploy appends the file's folder to ``sys.path``, so nothing else is in that.
 """
 
 CUSTOM_MODULE_MAP = {
