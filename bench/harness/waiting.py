@@ -9,6 +9,19 @@ from collections.abc import Callable
 PATIENCE_S = 60.0
 
 
+def settled(figure: Callable[[], int], quiet_s: float = 1.0, timeout_s: float = PATIENCE_S) -> int:
+    """The figure once it has not changed for ``quiet_s``: calls are counted when they end, which may be after
+    the answer that they served. Fails if it changes for longer than ``timeout_s``."""
+    ends_s = time.monotonic() + timeout_s
+    last, since_s = figure(), time.monotonic()
+    while time.monotonic() - since_s < quiet_s:
+        assert time.monotonic() < ends_s, f"a quiet figure did not come within {timeout_s:g} s"
+        time.sleep(0.05)
+        if (found := figure()) != last:
+            last, since_s = found, time.monotonic()
+    return last
+
+
 def wait_until(
     condition: Callable[[], object], what: str = "the condition", timeout_s: float = PATIENCE_S
 ) -> None:

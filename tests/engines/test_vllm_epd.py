@@ -20,7 +20,7 @@ import pytest
 
 from bench.harness.engine_checkpoints import write_checkpoint
 from bench.harness.vllm import DECODE, DOCUMENT, PREFILL, Command, Encoder, VllmServer
-from bench.harness.waiting import PATIENCE_S
+from bench.harness.waiting import PATIENCE_S, settled
 from tests.engines.agreement import agree, of_response
 from tests.engines.conftest import DTYPES
 from tests.engines.pictures import CASES, CLIP_CASES, with_pixels
@@ -118,7 +118,7 @@ def test_the_documents_two_calls(
         return ended.stdout
 
     run(to_prefill + end)
-    num_asked, before = encoder.num_asked(), num_loaded(pair.decode.vllm)
+    num_asked, before = settled(encoder.num_asked), num_loaded(pair.decode.vllm)
     assert num_asked > 0
     found = of_response(json.loads(run(to_decode)))
     agree([tower["answers"][DOCUMENTED]], [found], DTYPE)
@@ -128,7 +128,7 @@ def test_the_documents_two_calls(
 
 def test_three_images(pair: Pair, encoder: Encoder, tower: dict[str, Any], images: list[bytes]) -> None:
     messages = with_pixels(CASES[THREE_IMAGES], images)
-    params, num_asked = pair.prefilled(messages), encoder.num_asked()
+    params, num_asked = pair.prefilled(messages), settled(encoder.num_asked)
     agree([tower["answers"][THREE_IMAGES]], [pair.loaded(messages, params)], DTYPE)
     assert encoder.num_asked() == num_asked
 
@@ -137,7 +137,7 @@ def test_images_that_the_client_names(
     pair: Pair, encoder: Encoder, tower: dict[str, Any], images: list[bytes]
 ) -> None:
     messages = with_names(with_pixels(CASES[NAMED], images), "one", "other")
-    params, num_asked = pair.prefilled(messages), encoder.num_asked()
+    params, num_asked = pair.prefilled(messages), settled(encoder.num_asked)
     agree([tower["answers"][NAMED]], [pair.loaded(messages, params)], DTYPE)
     assert encoder.num_asked() == num_asked
 
@@ -146,7 +146,7 @@ def test_of_a_clip_the_encoder_is_asked_for_the_frames_times(
     pair: Pair, encoder: Encoder, tower: dict[str, Any], image_sets: list[list[bytes]], clips: list[bytes]
 ) -> None:
     messages = with_pixels(CLIP_CASES[CLIP], image_sets[0], clips)
-    params, num_asked = pair.prefilled(messages), encoder.num_asked()
+    params, num_asked = pair.prefilled(messages), settled(encoder.num_asked)
     agree([tower["clips"][CLIP]], [pair.loaded(messages, params)], DTYPE)
     assert encoder.num_asked() == num_asked + 1
 
@@ -223,7 +223,7 @@ def test_named_images_share_a_store_with_a_vllm_that_has_its_tower(
     with Stack(
         encoder, checkpoints[FAMILY], DTYPE, tmp_path / "plugin", arguments=arguments, announces=False
     ) as stack:
-        num_asked = encoder.num_asked()
+        num_asked = settled(encoder.num_asked)
         found = stack.answer(named)
         assert num_loaded(stack.vllm) > 0
         assert encoder.num_asked() == num_asked
