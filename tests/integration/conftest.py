@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.util
 import threading
 from collections.abc import Callable, Iterator
@@ -55,7 +56,7 @@ class RunningService:
         return self
 
     def stop(self) -> None:
-        if self._thread.is_alive():
+        with contextlib.suppress(RuntimeError):  # the service has ended by itself, and its loop is closed
             self.loop.call_soon_threadsafe(self.service.request_stop)
         self._thread.join(60)
         assert not self._thread.is_alive()
