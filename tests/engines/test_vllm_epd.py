@@ -7,6 +7,7 @@ keeps a core busy; the test that leaves KV unfetched comes last.
 from __future__ import annotations
 
 import json
+import random
 import re
 import subprocess
 from collections.abc import Iterator
@@ -23,7 +24,7 @@ from bench.harness.vllm import DECODE, DOCUMENT, PREFILL, Command, Encoder, Vllm
 from bench.harness.waiting import PATIENCE_S, settled
 from tests.engines.agreement import agree, of_response
 from tests.engines.conftest import DTYPES
-from tests.engines.pictures import CASES, CLIP_CASES, with_pixels
+from tests.engines.pictures import CASES, CLIP_CASES, picture, with_pixels
 from tests.engines.stack import Stack, chat_body
 
 FAMILY = "qwen3_vl"
@@ -91,7 +92,11 @@ def pair(encoder: Encoder, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         stacks = [stack("prefill", PREFILL), stack("decode", DECODE)]
         for each in stacks:
             running.callback(each.vllm.stop)
-        yield Pair(*(running.enter_context(each) for each in stacks))
+        found = Pair(*(running.enter_context(each) for each in stacks))
+        # At their first exchange NIXL introduces them; on a busy machine D asks for the rows meanwhile.
+        messages = with_pixels(CASES[0], [picture(random.getrandbits(32))])
+        found.decode.answer(messages, kv_transfer_params=found.prefilled(messages))
+        yield found
 
 
 def test_the_documents_two_calls(
