@@ -276,7 +276,7 @@ def test_requests_of_a_low_priority_are_preempted_and_go_on(
         asked.append(pool.submit(answer, urgent))
         found = [future.result() for future in asked]
     wait_until(lambda: metric(beside, "num_preemptions_total") > before, "the metric of preemptions")
-    assert done.index(urgent) < 4  # at least one of those that came before it ends later
+    assert done.index(urgent) < 3  # two of those that came before it end later
     for image, one, number in zip(images, found, num_tokens, strict=True):
         reference.check(ONE, [image], one, number)
 
