@@ -93,8 +93,8 @@ def pair(encoder: Encoder, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         for each in stacks:
             running.callback(each.vllm.stop)
         found = Pair(*(running.enter_context(each) for each in stacks))
-        # At the first exchange of a fresh pair D was seen to ask the encoder, beside other tests; its KV came all
-        # the same. Not explained. The tests are of the exchanges after it.
+        # At the first exchange of a fresh pair D was seen to ask the encoder, beside other tests; its KV
+        # came all the same. Not explained. The tests are of the exchanges after it.
         messages = with_pixels(CASES[0], [picture(random.getrandbits(32))])
         found.decode.answer(messages, kv_transfer_params=found.prefilled(messages))
         yield found

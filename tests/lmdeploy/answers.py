@@ -22,7 +22,7 @@ CASES = (
 """Prompts, and which images they have."""
 AT_ONCE = (0, 1, 2, 4)
 """Those that are sent beside others. LMDeploy 0.18 may put a prompt above a chunk, whose first chunk ends
-early at an image, into a batch with others: whole, with the pages of that chunk. No tower has a part in it."""
+early at an image, into a batch with others: whole, with the pages of that chunk. No tower takes part."""
 LOGPROBS = ("--logprobs-mode", "raw_logprobs")
 """The option that a comparison needs."""
 
