@@ -50,6 +50,8 @@ _DEFAULT_OPTIONS: dict[str, int | str] = {
     "grpc.max_reconnect_backoff_ms": 500,
     # Despite its name, this is the timeout of one connection attempt, handshakes included.
     "grpc.min_reconnect_backoff_ms": 5_000,
+    # Another client of this process, even a closed one, leaves it no refused connection of half a second ago.
+    "grpc.use_local_subchannel_pool": 1,
     # The client retries calls itself, where that is safe.
     "grpc.enable_retries": 0,
 }

@@ -273,7 +273,8 @@ def test_requests_of_a_low_priority_are_preempted_and_go_on(
         with encoder.paused():
             asked = [pool.submit(answer, number) for number in low]
             wait_until_waiting(beside, len(low))
-        asked.append(pool.submit(answer, urgent))
+            asked.append(pool.submit(answer, urgent))
+            wait_until_waiting(beside, 5)
         found = [future.result() for future in asked]
     wait_until(lambda: metric(beside, "num_preemptions_total") > before, "the metric of preemptions")
     assert done.index(urgent) < 3  # two of those that came before it end later

@@ -58,8 +58,7 @@ def secured(serve: Serve, authority: Authority, **settings: object) -> Iterator[
 
 def encodes(target: str, tls: ClientTls | None) -> None:
     """Raises what the client raises."""
-    options = {"grpc.use_local_subchannel_pool": 1}
-    with VisionEncoderClient(target, tls=tls, timeout_s=20, options=options) as client:
+    with VisionEncoderClient(target, tls=tls, timeout_s=20) as client:
         assert client.encode_one(ImageItem(photo(40, 40))).num_rows > 0
 
 

@@ -88,8 +88,7 @@ def test_p72_nothing_waits_for_output_that_nobody_reads(checkpoints: dict[str, P
                 send(admin, b"nonsense\r\n\r\n", 20)
                 send(target, b"GET / HTTP/1.1\r\nHost: here\r\n\r\n", 20)
                 assert httpx.get(f"http://{admin}/healthz", timeout=20).status_code == 200
-                options = {"grpc.use_local_subchannel_pool": 1}
-                with VisionEncoderClient(target, tls=tls, timeout_s=20, options=options) as client:
+                with VisionEncoderClient(target, tls=tls, timeout_s=20) as client:
                     assert client.encode_one(ImageItem(photo(64 + number, 64))).num_rows > 0
             process.send_signal(signal.SIGTERM)
             assert process.wait(30) == 0

@@ -170,6 +170,19 @@ def test_p32_a_server_stopped_in_mid_stream_is_unavailable(fake: FakeEncoder, op
     assert_rows_of(client.encode_one(image(2)), digest_of(2))
 
 
+@pytest.mark.parametrize("is_closed", [False, True])
+def test_a_new_client_does_not_inherit_a_refused_connection(open_client: Open, *, is_closed: bool) -> None:
+    """Of a client that asked half a second ago, before the server was there."""
+    target = nobody()
+    earlier = open_client(target)
+    with pytest.raises(EncoderUnavailable):
+        earlier.encode_one(image(0))
+    if is_closed:
+        earlier.close()
+    with FakeEncoder(target):
+        assert_rows_of(open_client(target).encode_one(image(0)), digest_of(0))
+
+
 def test_a_server_that_came_back_is_asked_anew_who_it_is(fake: FakeEncoder, open_client: Open) -> None:
     client = open_client()
     client.encode_one(image(0))

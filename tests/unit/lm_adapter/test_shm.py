@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
 from bench.harness.waiting import wait_until
@@ -26,6 +27,7 @@ from lm_adapter import (
     TransportUnavailable,
     VisionEncoderClient,
 )
+from lm_adapter.calls import MIN_INFO_AGE_S
 from lm_adapter.errors import MappingFailed
 from lm_adapter.shm import mapping
 from lm_adapter.shm.reader import MappedArena
@@ -402,6 +404,19 @@ async def test_calls_that_wait_for_memory_end_in_time_and_with_the_client(encode
     ended = await asyncio.gather(*waiting, return_exceptions=True)
     assert {type(error) for error in ended} == {CallCancelled}
     assert time.monotonic() - started_s < 10
+
+
+def test_a_call_that_waits_for_memory_says_so_although_the_encoder_describes_itself_late(
+    encoder: Encoder, open_client: Open
+) -> None:
+    encoder.broker.refusal = broker_pb2.BrokerRefused(reason="BUSY", message="not now", retryable=True)
+    client = open_client(transports=("host",))
+    client.info()
+    late = ItemFailed("late", reason="DEADLINE_EXCEEDED")
+    encoder.fake.script.call_failures["GetServerInfo"] = (grpc.StatusCode.DEADLINE_EXCEEDED, late)
+    with pytest.raises(TransportUnavailable, match="not now"):
+        client.encode([image(0)], timeout_s=MIN_INFO_AGE_S + 0.5)
+    assert encoder.fake.num_calls["GetServerInfo"] > 1
 
 
 @pytest.mark.parametrize("way", ["place", "directory"])
