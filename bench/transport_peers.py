@@ -177,7 +177,6 @@ class Encoder:
     def __init__(self) -> None:
         self._started = threading.Event()
         self._error: BaseException | None = None
-        self._kind = ""
         self._thread: threading.Thread
         self._service: Any
         self._loop: asyncio.AbstractEventLoop
@@ -192,7 +191,6 @@ class Encoder:
 
         root = Path(folder)
         make_checkpoint(root / "model", "qwen3_5", "tiny", 0)
-        self._kind = kind
         configure_logs("text", "warning", sys.stderr)
         settings = parse_settings(
             model=root / "model",

@@ -130,12 +130,11 @@ class Appended:
     replaces: ClassVar[bool] = False
     index: Path | None = None
 
-    def __init__(self, out: Path, sources: Sequence[Source], *, resumes: bool) -> None:
+    def __init__(self, out: Path, sources: Sequence[Source]) -> None:
         self.out = Path(os.path.realpath(out))
         if self.out.exists() and not stat.S_ISREG(self.out.stat().st_mode):
             raise CannotWrite(f"cannot write {out}: it is no file")
         self.sources = sources
-        self.resumes = resumes
         self.found: dict[str, Recorded] = {}
         self.indices: set[int] = set()
         self.form = ""
@@ -197,7 +196,7 @@ class OneFile(Appended):
     """One file. While it grows it has another name: that of its end and ``.partial``."""
 
     def __init__(self, out: Path, sources: Sequence[Source], *, resumes: bool) -> None:
-        super().__init__(out, sources, resumes=resumes)
+        super().__init__(out, sources)
         self.partial = beside(self.out, PARTIAL)
         if resumes and self.out.exists():
             if has_rows(self.partial):
@@ -232,7 +231,7 @@ class Shards(Appended):
     it grows."""
 
     def __init__(self, out: Path, sources: Sequence[Source], max_bytes: int, *, resumes: bool) -> None:
-        super().__init__(out, sources, resumes=resumes)
+        super().__init__(out, sources)
         self.stem = self.out.name.removesuffix(SUFFIX)
         self.max_bytes = max_bytes
         self.shards = self._finished_shards()

@@ -48,25 +48,15 @@ class BucketedTower(Protocol):
     def __call__(self, inputs: FusedInputs) -> torch.Tensor: ...
 
 
-@dataclass(frozen=True)
-class CaptureRecord:
-    """One capture: its duration including the warm-up, and the size of the shared pool after it."""
-
-    bucket: Bucket
-    seconds: float
-    pool_bytes: int
-
-
 @dataclass
 class GraphCounters:
     """replays: graph replays by bucket. padded_runs: eager runs on a bucket's padded shapes, where nothing is
-    captured. eager_runs: batches that no bucket takes. real_patches, padded_patches: over replays and padded
-    runs, patches of the batches and patches of padding added to them."""
+    captured. eager_runs: batches that no bucket takes. padded_patches: of padding, over replays and padded
+    runs."""
 
     replays: Counter[Bucket] = field(default_factory=Counter)
     padded_runs: Counter[Bucket] = field(default_factory=Counter)
     eager_runs: int = 0
-    real_patches: int = 0
     padded_patches: int = 0
 
 
@@ -211,7 +201,6 @@ class GraphRunner:
             captured.graph.replay()
             rows = captured.rows
             counters.replays[bucket] += 1
-        counters.real_patches += batch.num_patches
         counters.padded_patches += bucket.num_patches - batch.num_patches
         return rows[: batch.num_rows]
 
@@ -231,11 +220,10 @@ class GraphRunner:
         return rows[0]
 
     @torch.inference_mode()
-    def capture_all(self) -> list[CaptureRecord]:
-        """Captures every bucket, largest first, and returns a record of each; does nothing without
-        ``capture``. Logs its progress."""
+    def capture_all(self) -> None:
+        """Captures every bucket, largest first; does nothing without ``capture``. Logs its progress."""
         if not self._capture:
-            return []
+            return
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
         free_before, _ = torch.cuda.mem_get_info(self._device)
@@ -243,20 +231,14 @@ class GraphRunner:
         # library's workspace for that stream outside the pool, and every graph then uses it.
         stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         pool = torch.cuda.graph_pool_handle()
-        records: list[CaptureRecord] = []
         progress = Progress("capturing graphs", len(self._ladder))
         for bucket in self._ladder.largest_first:
-            started_s = self._clock()
-            self._graphs[bucket] = captured = self._capture_one(bucket, stream, pool)
-            seconds = self._clock() - started_s
-            record = CaptureRecord(bucket, seconds, pool_bytes(captured.graph.pool(), self._device))
-            records.append(record)
+            self._graphs[bucket] = self._capture_one(bucket, stream, pool)
             progress.step()
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
         free_after, _ = torch.cuda.mem_get_info(self._device)
         self.captured_bytes = max(0, free_before - free_after)
-        return records
 
     def _capture_one(self, bucket: Bucket, stream: torch.cuda.Stream, pool: Any) -> Captured:
         """Warm-up and capture on the side stream. The static buffers hold a full batch, so that kernels that
@@ -317,15 +299,6 @@ def unowned_view(rows: torch.Tensor) -> torch.Tensor:
     view = torch.as_tensor(DeviceMemory(rows.data_ptr(), rows.nbytes))
     assert view.data_ptr() == rows.data_ptr()
     return view.view(rows.dtype).view(rows.shape)
-
-
-def pool_bytes(pool: Any, device: torch.device) -> int:
-    """Bytes of device memory that an allocation pool holds."""
-    return sum(
-        segment["total_size"]
-        for segment in torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
-        if tuple(segment["segment_pool_id"]) == tuple(pool) and segment["device"] == device.index
-    )
 
 
 def filling_grids(bucket: Bucket, merge_size: int) -> list[Grid]:

@@ -57,9 +57,9 @@ NO_MESSAGE = "the call ended before its request"
 class CallPermits:
     """The limit on calls in progress, with a share for each holder."""
 
-    def __init__(self, max_calls: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, max_calls: int) -> None:
         self._shares = Shares(max_calls)
-        self._pace = Pace(clock)
+        self._pace = Pace(time.monotonic)
 
     @property
     def num_calls(self) -> int:

@@ -69,12 +69,9 @@ class BucketLadder:
         self,
         buckets: Iterable[Bucket],
         cost: CostModel = H200_COST,
-        calibration: Calibration | None = None,
     ) -> None:
-        """buckets: different ones. calibration: the measurement behind ``cost``; None if nothing was
-        measured."""
+        """buckets: different ones."""
         self.cost = cost
-        self.calibration = calibration
         self.buckets = tuple(sorted(buckets, key=self._order))
         self.sizes = tuple(sorted({bucket.num_patches for bucket in self.buckets}))
         # For each size, the buckets that are large enough, cheapest first. A choice then costs a bisection
@@ -129,7 +126,7 @@ class BucketLadder:
 
     def calibrated(self, calibration: Calibration) -> BucketLadder:
         """The same buckets, chosen by a measured cost model."""
-        return BucketLadder(self.buckets, calibration.cost, calibration)
+        return BucketLadder(self.buckets, calibration.cost)
 
     def _order(self, bucket: Bucket) -> tuple[float, ...]:
         """Sort key: cost first. Ties go to the smallest bucket with the fewest tiles that kernels could

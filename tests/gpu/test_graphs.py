@@ -213,14 +213,13 @@ def test_p27_capture_is_in_order_reported_and_needed_first() -> None:
     with pytest.raises(NotReady, match=f"0 of {len(ladder)} graphs"):
         fresh.run(tower.prepare([Grid(1, 2, 2)]), random_pixels([Grid(1, 2, 2)], tower))
     with capture_logs() as logs:
-        records = fresh.capture_all()
+        fresh.capture_all()
     assert (logs[0]["event"], logs[0]["of"]) == ("capturing graphs", len(ladder))
     assert fresh.ready
-    assert [record.bucket for record in records] == list(ladder.largest_first)
-    assert all(record.seconds > 0 for record in records)
-    assert records[0].pool_bytes > 0
     # Smaller buckets find room in the pool that the largest made.
-    assert records[-1].pool_bytes <= 1.5 * records[0].pool_bytes + (32 << 20)
+    largest = captured_runner(tower, ladder_of_sizes([1024]))
+    assert largest.captured_bytes > 0
+    assert fresh.captured_bytes <= 1.5 * largest.captured_bytes + (32 << 20)
     assert fresh.counters.replays.total() == 0
 
 
@@ -237,12 +236,10 @@ def test_p27_all_graphs_of_a_full_tower_stay_under_two_gibibytes_and_a_minute(fa
     full = GraphRunner(
         tower, default_ladder(16_384, max_frames=tower.max_frames), CUDA, capture=True, clock=time.monotonic
     )
-    records = full.capture_all()
-    seconds = sum(record.seconds for record in records)
-    print(
-        f"{family}: {len(records)} graphs, {seconds:.1f} s, pool {records[-1].pool_bytes / 2**20:.0f} MiB, "
-        f"all {full.captured_bytes / 2**20:.0f} MiB"
-    )
+    started_s = time.monotonic()
+    full.capture_all()
+    seconds = time.monotonic() - started_s
+    print(f"{family}: {seconds:.1f} s, {full.captured_bytes / 2**20:.0f} MiB")
     assert full.captured_bytes < 2 << 30
     assert seconds < 60
 

@@ -50,9 +50,9 @@ class Encoder:
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.pidfd, number)
 
-    def wait_ended(self, timeout_s: float = STOP_S) -> None:
-        ended = select.select([self.pidfd], [], [], timeout_s)[0]
-        assert ended, f"the encoder at {self.address} has not ended after {timeout_s:g} s: {self.tail()}"
+    def wait_ended(self) -> None:
+        ended = select.select([self.pidfd], [], [], STOP_S)[0]
+        assert ended, f"the encoder at {self.address} has not ended after {STOP_S:g} s: {self.tail()}"
 
     def wait_ready(self) -> None:
         wait_until(lambda: self.has_ended or self.is_ready(), f"the encoder at {self.address}")

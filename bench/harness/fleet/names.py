@@ -24,7 +24,6 @@ class NameServer:
 
     def __init__(self, name: str) -> None:
         self.addresses: tuple[str, ...] = ()
-        self.num_questions = 0
         self._name = name.lower()
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         self._socket.bind(("127.0.0.1", 0))
@@ -53,7 +52,6 @@ class NameServer:
         name, kind, end = read_question(message)
         is_known = name == self._name
         addresses = self.addresses if is_known and kind == TYPE_A else ()
-        self.num_questions += bool(is_known and kind == TYPE_A)
         flags = ANSWER_FLAGS | (0 if is_known else NO_SUCH_NAME)
         header = message[:2] + struct.pack(">HHHHH", flags, 1, len(addresses), 0, 0)
         # 0xC00C points at the question's name.

@@ -321,7 +321,7 @@ def test_p27_warming_up_runs_patches_and_frames_of_each_grid() -> None:
     runner = GraphRunner(tower, LADDER, CPU, capture=False, clock=itertools.count().__next__)
     launcher_of(tower, runner, time.monotonic).warm_up([Grid(1, 2, 2), Grid(1, 4, 4)])
     assert [inputs.num_patches for inputs in tower.forwards] == [16, 16, 16, 16]
-    assert runner.counters.real_patches == 2 * 4 + 2 * 16
+    assert runner.counters.padded_patches == 2 * 12
 
 
 def test_a_fault_of_the_device_shows_in_the_wait_and_the_probe() -> None:
