@@ -6,11 +6,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import gc
 import json
 import logging
 import pickle
 import shutil
 import tempfile
+import weakref
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -171,29 +173,84 @@ async def test_p17_images_wait_for_room_as_long_as_text_would(
 async def test_p32_after_the_engines_end_nothing_is_encoded(
     fake: FakeEncoder, orders: RowOrders, rank: Rank
 ) -> None:
+    """Rows that are read then do not come either."""
     await orders.hold(IMAGES[:1], [GRID])
+    fake.script.faults[IMAGES[1].digest] = Fault.HANG
+    reading = asyncio.create_task(orders.hold(IMAGES[1:2], [GRID]))
+    await asyncio.to_thread(wait_until, lambda: fake.num_hanging_now > 0)
     rank.close()
+    with pytest.raises(ItemFailed, match="the connection to a worker of the engine broke") as raised:
+        await reading
+    assert status_of(raised.value) == 503
     with pytest.raises(ItemFailed, match="LMDeploy's engine has ended") as raised:
         await orders.hold(IMAGES[1:], [GRID] * 2)
     assert status_of(raised.value) == 503
-    assert fake.num_calls["Prefetch"] == 1
+    assert fake.num_calls["Prefetch"] == 2
+
+
+async def test_p32_a_request_that_joins_a_call_has_its_own_time(
+    fake: FakeEncoder, orders: RowOrders, model_config: Any
+) -> None:
+    settings = Settings(target=fake.target, timeout_s=2.0, retry_s=0.1)
+    impatient = RowOrders(settings, Geometry.of_model(model_config), LOGGER)
+    rank = Rank(model_config, is_alone=True)
+    fake.script.faults[IMAGES[0].digest] = Fault.HANG
+    first = asyncio.create_task(impatient.hold(IMAGES[:1], [GRID]))
+    await asyncio.to_thread(wait_until, lambda: fake.num_hanging_now > 0)
+    second = asyncio.create_task(impatient.hold(IMAGES[:1], [GRID]))
+    await asyncio.wait([first])
+    assert isinstance(first.exception(), ItemFailed)
+    fake.script.faults.clear()
+    assert (rank.take(sent(await second)[0]).to("cpu").numpy() == rows_of(IMAGES[0])).all()
+    rank.close()
+    impatient.close()
+
+
+async def test_the_images_of_a_failed_request_are_freed_at_once(
+    fake: FakeEncoder, orders: RowOrders, model_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the encoder is away, clients may try again and again. orders: for its variables."""
+    from lmdeploy.messages import PytorchEngineConfig
+    from lmdeploy.serve.core.exceptions import RequestError
+
+    from lm_adapter.engines.lmdeploy.encoder import RowEncoder
+
+    for name, value in FLOAT32.items():
+        monkeypatch.setenv(name, value)
+    config = PytorchEngineConfig(session_len=256)
+    encoder = RowEncoder(model_config.hf_config.name_or_path, "pytorch", backend_config=config)
+    fake.script.faults[IMAGES[0].digest] = Fault.WRONG_GRID
+    image = dataclasses.replace(IMAGES[0])
+    freed = weakref.ref(image)
+    message = {"role": "user", "content": [{"type": "image", "data": image}]}
+    del image
+    gc.disable()
+    try:
+        with pytest.raises(RequestError) as raised:
+            await encoder.preprocess([message], [model_config.hf_config.image_token_id])
+        assert raised.value.status_code == 502
+        del raised, message
+        await asyncio.to_thread(wait_until, lambda: freed() is None)
+    finally:
+        gc.enable()
 
 
 async def test_p17_without_a_process_for_the_engine_rows_count_until_their_first_token(
-    orders: RowOrders, rank: Rank, monkeypatch: pytest.MonkeyPatch
+    orders: RowOrders, rank: Rank
 ) -> None:
     """As in ``pipeline()``."""
     from lm_adapter.engines.lmdeploy import engine
+
+    instance = SimpleNamespace(engine=SimpleNamespace(executor=SimpleNamespace(image_rows=rank)))
 
     async def stock(*_arguments: Any, **_options: Any) -> AsyncIterator[int]:
         await prefill.wait()
         yield 1
         await rest.wait()
 
-    monkeypatch.setattr(engine, "ranks", [rank])
     prefill, rest = asyncio.Event(), asyncio.Event()
     items = [{"pixel_values": handle} for handle in (await orders.hold(IMAGES, [GRID] * 3)).handles()]
-    outputs = engine._reading_rows(stock)(None, 1, [1], multimodal=items)
+    outputs = engine._reading_rows(stock)(instance, 1, [1], multimodal=items)
     del items
     first = asyncio.ensure_future(anext(outputs))
     waiting = asyncio.create_task(orders.hold(IMAGES[:1], [GRID]))
@@ -276,18 +333,18 @@ async def test_rows_above_the_limit_stay_off_the_gpu(orders: RowOrders, rank: Ra
 
 
 async def test_p32_a_request_whose_rows_were_dropped_ends_alone(
-    rank: Rank, monkeypatch: pytest.MonkeyPatch
+    rank: Rank,
 ) -> None:
     """In the engine's process, before LMDeploy's scheduler gets it."""
     from lmdeploy.messages import ResponseType
     from lmdeploy.pytorch.engine.engine_instance import EngineInstance
 
-    from lm_adapter.engines.lmdeploy import engine, install
+    from lm_adapter.engines.lmdeploy import install
 
     install()
-    monkeypatch.setattr(engine, "ranks", [rank])
+    instance: Any = SimpleNamespace(engine=SimpleNamespace(executor=SimpleNamespace(image_rows=rank)))
     outputs = EngineInstance.async_stream_infer(
-        None, 1, input_ids=[1], multimodal=[{"pixel_values": RowsHandle(1)}]
+        instance, 1, input_ids=[1], multimodal=[{"pixel_values": RowsHandle(1)}]
     )
     assert [output.status async for output in outputs] == [ResponseType.INTERNAL_ENGINE_ERROR]
 
@@ -486,7 +543,7 @@ async def running(checkpoint: str, num_ranks: int) -> AsyncIterator[Any]:
     from lmdeploy.messages import PytorchEngineConfig
     from lmdeploy.pytorch.engine import Engine
 
-    from lm_adapter.engines.lmdeploy import engine, install
+    from lm_adapter.engines.lmdeploy import install
 
     install()
     options = {"session_len": 256, "max_batch_size": 4, "max_prefill_token_num": 16, "block_size": 16}
@@ -499,7 +556,6 @@ async def running(checkpoint: str, num_ranks: int) -> AsyncIterator[Any]:
         lmdeploy_engine.close()
         with contextlib.suppress(asyncio.CancelledError):
             await lmdeploy_engine.wait_tasks()
-        engine.ranks.pop().close()
 
 
 async def tokens_of(
@@ -523,6 +579,29 @@ async def tokens_of(
     async for output in outputs:
         tokens += output.token_ids
     return tokens
+
+
+async def test_engines_of_one_process_have_their_own_rows(
+    fake: FakeEncoder, orders: RowOrders, model_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As several ``pipeline()`` in a script do. Their rows have the same numbers. What an engine has of them
+    goes with it."""
+    for name, value in FLOAT32.items():
+        monkeypatch.setenv(name, value)
+    checkpoint, placeholder = model_config.hf_config.name_or_path, model_config.hf_config.image_token_id
+    async with running(checkpoint, 1) as first:
+        expected = [await tokens_of(first, orders, [image], placeholder) for image in IMAGES]
+        assert len(set(map(tuple, expected))) == 3
+        others = RowOrders(Settings(target=fake.target), Geometry.of_model(model_config), LOGGER)
+        async with running(checkpoint, 1) as second:
+            held = await orders.hold(IMAGES[:1], [GRID])
+            assert await tokens_of(second, others, IMAGES[1:2], placeholder) == expected[1]
+            assert await tokens_of(first, orders, IMAGES[:1], placeholder) == expected[0]
+            del held
+        with pytest.raises(ItemFailed, match="LMDeploy's engine has ended"):
+            await others.hold(IMAGES[2:], [GRID])
+        assert await tokens_of(first, orders, IMAGES[2:], placeholder) == expected[2]
+        others.close()
 
 
 async def test_two_ranks_in_rays_actors_give_the_tokens_of_one(
@@ -584,17 +663,33 @@ def test_a_rank_without_this_package_ends_the_start_with_the_reason(
     from lm_adapter.engines.lmdeploy import engine
 
     class Executor:
-        model_config = None
+        model_config = release = None
 
         def build_model(self) -> None:
             raise RayTaskError("build_model", f"Traceback\n{error}", error).as_instanceof_cause()
 
-    monkeypatch.setattr(engine, "ranks", [])
     monkeypatch.setattr(engine, "Rank", lambda *_, **__: None)
     executor = engine._with_rank(Executor)()
     with pytest.raises(InvalidRequest if is_explained else ModuleNotFoundError):
         executor.build_model()
     assert ("LMDeploy does not start: a rank has no lm_adapter at" in caplog.text) == is_explained
+
+
+@pytest.mark.parametrize("architecture", [name for name in CUSTOM_MODULE_MAP if name.startswith("Qwen")])
+def test_weights_of_the_tower_are_left_out_of_updates(
+    architecture: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """LMDeploy gives an update of the weights to the class without asking which modules it lacks."""
+    from lm_adapter.engines.lmdeploy import models
+
+    model = getattr(models, architecture)
+    found: list[str] = []
+    _, _, stock, *_ = model.__mro__
+    monkeypatch.setattr(stock, "load_weights", lambda _self, weights: found.extend(dict(weights)))
+    names = ["model.visual.patch_embed.proj.weight", "model.language_model.layers.0.mlp.up_proj.weight"]
+    renamed = [model.rename_weight(name) if hasattr(model, "rename_weight") else name for name in names]
+    model.load_weights(model.__new__(model), iter([(name, torch.zeros(1)) for name in renamed]))
+    assert found == renamed[1:]
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5", "kimi_k25"])

@@ -60,6 +60,16 @@ def lives_on(server: Lmdeploy, reference: Reference) -> Iterator[None]:
     assert server.tokens(ONE, [image]) == reference.tokens(ONE, [image])
 
 
+def num_in_progress(server: Lmdeploy) -> int:
+    """Requests that LMDeploy has not ended yet."""
+    text = httpx.get(f"{server.url}/metrics", follow_redirects=True, timeout=60).text
+    values = re.findall(
+        r"^lmdeploy:num_(?:api_)?requests_(?:routed|waiting|running){.*} (.*)$", text, re.MULTILINE
+    )
+    assert len(values) == 4, text
+    return sum(int(float(value)) for value in values)
+
+
 def rejected(response: httpx.Response, status: int, *words: str) -> None:
     assert response.status_code == status, response.text
     assert all(word in response.text for word in words), response.text
@@ -247,3 +257,4 @@ def test_a_client_that_hangs_up(server: Lmdeploy, encoder: Encoder, is_stream: b
     )
     wait_until(lambda: encoder.num_asked() > num_asked, "the call")
     caller.close()
+    wait_until(lambda: num_in_progress(server) == 0, "the end of its request")

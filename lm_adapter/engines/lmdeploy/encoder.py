@@ -113,7 +113,8 @@ class RowEncoder(ImageEncoder):  # type: ignore[misc]
         try:
             prompt, held = await self._hold(images, grids, input_prompt)
         except EncoderError as error:
-            raise _rejection(error) from error
+            # Its frames refer to it, and would keep the images until the next collection of garbage.
+            raise _rejection(error) from error.with_traceback(None)
         multimodal = [
             {
                 "modality": Modality.IMAGE,
@@ -187,7 +188,7 @@ class RowEncoder(ImageEncoder):  # type: ignore[misc]
 def _image_file(modality: Any, data: Any, _params: Any) -> ImageFile:
     """Raises ValueError for what is no image."""
     if modality != Modality.IMAGE:
-        raise ValueError(f"{modality} is not accepted: images in messages of a user are")
+        raise ValueError(f"{modality} is not accepted: images in messages of a user or a tool are")
     return data if isinstance(data, ImageFile) else ImageFile.of_pixels(data)
 
 

@@ -28,8 +28,6 @@ from lm_adapter.errors import InvalidRequest
 
 MODULE_MAP = str(Path(module_map.__file__))
 """The file by which each rank finds the model classes."""
-ranks: list[Rank] = []
-"""The one of this process, once its engine is built."""
 
 
 def _reading_rows(stock: Any) -> Any:
@@ -45,7 +43,7 @@ def _reading_rows(stock: Any) -> Any:
         # Without a process of its own for the engine, these keep the rows.
         handles = [item["pixel_values"] for item in multimodal or ()]
         try:
-            taken = [ranks[-1].take(handle) for handle in handles]
+            taken = [self.engine.executor.image_rows.take(handle) for handle in handles]
         except LookupError as error:
             # As usual after a client has left: then the API server has dropped the rows.
             logger.warning("session %d ends, it has no rows: %s", session_id, error)
@@ -96,13 +94,24 @@ def _with_rank(stock: Any) -> Any:
             executor.build_model = _naming_a_package_that_ranks_lack(executor.build_model)
         # The model is loaded later, and its KV cache gets a share of what is free then.
         with start_of(Settings.ENGINE, logger):
-            rank = Rank(executor.model_config, is_alone=is_alone)
-        while ranks:
-            ranks.pop().close()
-        ranks.append(rank)
+            executor.image_rows = Rank(executor.model_config, is_alone=is_alone)
+        executor.release = _with_its_rank(executor.release, executor.image_rows)
         return executor
 
     return build_executor
+
+
+def _with_its_rank(stock: Any, rank: Rank) -> Any:
+    """LMDeploy's engine releases its executor when it ends, whatever ends it. Its process may live on."""
+
+    @functools.wraps(stock)
+    def release() -> None:
+        try:
+            rank.close()
+        finally:
+            stock()
+
+    return release
 
 
 def _without_towers(stock: Any) -> Any:

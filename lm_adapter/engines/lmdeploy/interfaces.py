@@ -27,6 +27,10 @@ CALLED: Mapping[str, tuple[str, ...]] = {
         *("PytorchEngineConfig.mp_engine_backend", "PytorchEngineConfig.session_len"),
         "ResponseType.INTERNAL_ENGINE_ERROR",
     ),
+    "lmdeploy.metrics.metrics_processor": (
+        "metrics_processor.increase_failed_requests(failure_type)",
+        "metrics_processor.increase_total_requests()",
+    ),
     "lmdeploy.pytorch.config": (
         *("ModelConfig.custom_module_map", "ModelConfig.from_pretrained"),
         "_update_torch_dtype(config, dtype)",
@@ -44,7 +48,7 @@ CALLED: Mapping[str, tuple[str, ...]] = {
         "MultiModalData(data, start, end, meta, modality, mrope_pos_ids, content_hash)",
     ),
     "lmdeploy.serve.core.async_engine": (
-        *("AsyncEngine.async_get_logits(input_ids)", "AsyncEngine.async_get_ppl(input_ids)"),
+        "AsyncEngine.async_get_ppl(input_ids)",
         *("AsyncEngine(model_path)", "AsyncEngine.preprocess", "PreprocessedRequest.inputs"),
         "PreprocessedRequest.session",
     ),
@@ -70,7 +74,7 @@ OVERRIDDEN: Mapping[str, tuple[str, ...]] = {
         "EngineInstance.async_stream_infer(session_id, input_ids, gen_config, multimodal, adapter_name, "
         "notify_add_msg_func, kwargs)",
     ),
-    "lmdeploy.pytorch.engine.executor.base": ("ExecutorBase.build_model()",),
+    "lmdeploy.pytorch.engine.executor.base": ("ExecutorBase.build_model()", "ExecutorBase.release()"),
     "lmdeploy.pytorch.engine.mp_engine.base": (
         "MPEngineInstance.async_stream_infer(session_id, args, kwargs)",
     ),
@@ -81,6 +85,7 @@ OVERRIDDEN: Mapping[str, tuple[str, ...]] = {
     f"{MODELS}.qwen3_vl": (
         "Qwen3VLInputProcessor.preprocess_input(input_ids, input_multimodals, kwargs)",
         "Qwen3VLForConditionalGeneration(config, ctx_mgr, dtype, device, prefix)",
+        "Qwen3VLForConditionalGeneration.load_weights(weights)",
     ),
     "lmdeploy.pytorch.multimodal.data_type": ("MultiModalData.to_device(device, non_blocking)",),
     "lmdeploy.vl.engine": (

@@ -38,8 +38,6 @@ class Rows(nn.Module):
     """Takes the place of Qwen's towers: has their interface, and no parameters. LMDeploy calls it with rows
     in place of pixels."""
 
-    _is_dummy_mod = True  # LMDeploy's loader leaves out weights for such a module
-
     def __init__(self, vision_config: Any, num_levels: int) -> None:
         super().__init__()
         self.spatial_merge_size = vision_config.spatial_merge_size
@@ -113,6 +111,8 @@ def _without_tower(parent: Any) -> Any:
 
 
 def _qwen(parent: Any, *, has_deepstack: bool) -> Any:
+    tower = "visual." if has_deepstack else "model.visual."
+
     class Qwen(_without_tower(parent)):  # type: ignore[misc]
         def _take_rows(self, config: Any, dtype: Any) -> None:
             vision = config.vision_config
@@ -120,6 +120,10 @@ def _qwen(parent: Any, *, has_deepstack: bool) -> Any:
             owner = self if has_deepstack else self.model
             owner.visual = rows
             self.input_processor = QwenInputs(config, dtype)
+
+        def load_weights(self, weights: Any) -> None:
+            """Of a checkpoint with its tower, also when LMDeploy updates them, which leaves out no module."""
+            super().load_weights((name, weight) for name, weight in weights if not name.startswith(tower))
 
     return Qwen
 

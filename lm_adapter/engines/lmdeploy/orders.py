@@ -25,7 +25,7 @@ from lm_adapter.engines.shared import rows
 from lm_adapter.engines.shared.geometry import Geometry
 from lm_adapter.engines.shared.images import ImageFile
 from lm_adapter.engines.shared.rank_socket import RankSocket, RowsOrder
-from lm_adapter.errors import InvalidRows, ItemFailed
+from lm_adapter.errors import EncoderError, InvalidRows, ItemFailed
 from lm_adapter.items import Grid, ImageItem
 
 MIN_CALL_S = 0.001
@@ -33,6 +33,7 @@ AWAY_S = 2.0
 """Of the engine's process, after which it is taken to have ended. It reconnects in a fifth of a second."""
 Names = tuple[bytes, ...]
 """The digests of a request's images."""
+TOO_LATE = "DEADLINE_EXCEEDED"
 GONE = "UNKNOWN_KEY"
 """The reason of rows that the encoder does not have any more."""
 
@@ -95,22 +96,30 @@ class RowOrders(rows.RowCalls):
         """Returns once the engine's process has checked rows of all images; they count in MAX_ROWS_BYTES as
         long as the result exists. Waits for room as long as it takes. Raises as ``take``."""
         names, loop = tuple(image.digest for image in images), asyncio.get_running_loop()
-        held = self._held.get(names)
-        if held is not None:
-            return held
-        ongoing = self._ongoing.get(names)
-        if ongoing is None or ongoing.task.get_loop() is not loop:
-            ongoing = self._ongoing[names] = _Ongoing(loop.create_task(self._obtain(names, images, grids)))
-        ongoing.num_waiting += 1
-        try:
-            # A request that leaves does not take the others' call along.
-            return await asyncio.shield(ongoing.task)
-        finally:
-            ongoing.num_waiting -= 1
-            if not ongoing.num_waiting:
-                ongoing.task.cancel()
-                if self._ongoing.get(names) is ongoing:
-                    del self._ongoing[names]
+        for is_second in (False, True):
+            held = self._held.get(names)
+            if held is not None:
+                return held
+            ongoing = self._ongoing.get(names)
+            has_joined = ongoing is not None and ongoing.task.get_loop() is loop
+            if ongoing is None or not has_joined:
+                task = loop.create_task(self._obtain(names, images, grids))
+                ongoing = self._ongoing[names] = _Ongoing(task)
+            ongoing.num_waiting += 1
+            try:
+                # A request that leaves does not take the others' call along.
+                return await asyncio.shield(ongoing.task)
+            except EncoderError as error:
+                # The time was that of the request which began the call.
+                if is_second or not has_joined or error.reason != TOO_LATE:
+                    raise
+            finally:
+                ongoing.num_waiting -= 1
+                if not ongoing.num_waiting:
+                    ongoing.task.cancel()
+                    if self._ongoing.get(names) is ongoing:
+                        del self._ongoing[names]
+        raise AssertionError
 
     async def _obtain(self, names: Names, images: Sequence[ImageFile], grids: Sequence[Grid]) -> HeldRows:
         held: HeldRows

@@ -56,7 +56,7 @@ class ImageRows:
 
 
 class Rank:
-    """Reads rows until the process ends."""
+    """Reads rows until the engine ends."""
 
     def __init__(self, model_config: TextModelConfig, *, is_alone: bool) -> None:
         """is_alone: the model runs in this process, on one GPU. Raises InvalidRequest if ``transports`` has

@@ -11,6 +11,7 @@ import functools
 from collections.abc import AsyncIterator
 from typing import Any
 
+from lmdeploy.metrics.metrics_processor import metrics_processor
 from lmdeploy.pytorch.engine.mp_engine.base import MPEngineInstance
 from lmdeploy.serve.core.async_engine import AsyncEngine
 from lmdeploy.serve.core.exceptions import ErrorCode, RequestError
@@ -49,6 +50,8 @@ def _with_checked_prompts(stock: Any) -> Any:
                 self.vl_encoder.check_text(request.inputs["input_ids"])
             except ValueError as error:
                 self.session_mgr.remove(request.session)
+                metrics_processor.increase_total_requests()
+                metrics_processor.increase_failed_requests("error")
                 raise RequestError(ErrorCode.INVALID_REQUEST, str(error)) from error
         return request
 
@@ -91,5 +94,4 @@ def install() -> None:
     AsyncEngine.__init__ = _with_an_encoder(AsyncEngine.__init__)
     AsyncEngine.preprocess = _with_checked_prompts(AsyncEngine.preprocess)
     AsyncEngine.async_get_ppl = _with_checked_ids(AsyncEngine.async_get_ppl)
-    AsyncEngine.async_get_logits = _with_checked_ids(AsyncEngine.async_get_logits)
     MPEngineInstance.async_stream_infer = _keeping_rows(MPEngineInstance.async_stream_infer)

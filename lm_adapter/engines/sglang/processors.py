@@ -121,7 +121,8 @@ class FileProcessor(BaseMultimodalProcessor):  # type: ignore[misc]
                 return self._output(prompt, rows, num_samples)
         except EncoderError as error:
             logger.warning("request %s is rejected: %s", getattr(request_obj, "rid", ""), message_of(error))
-            raise _rejection(request_obj, error) from error
+            # Its frames refer to it, and would keep the images until the next collection of garbage.
+            raise _rejection(request_obj, error) from error.with_traceback(None)
 
     def _prompt_ids(self, input_text: Any) -> list[int]:
         if not isinstance(input_text, str):

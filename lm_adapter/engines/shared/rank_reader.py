@@ -80,11 +80,12 @@ class RankReader:
         return bool(self._reads)
 
     def close(self) -> None:
-        """Ends the thread. Can be repeated."""
+        """Ends the thread, and frees what was reserved. Can be repeated."""
         if not self._loop.is_closed() and self._thread.is_alive():
             with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(lambda: self._main and self._main.cancel())
             self._thread.join(CLOSE_S)
+        self._reserve = None
 
     def reserve(self) -> int:
         """Holds as much device memory as waiting rows may take, until the first read: engines measure the

@@ -219,7 +219,10 @@ class RankSocket:
             writer.close()
             for pending in self._pending.values():
                 if not pending.done.done():
-                    pending.done.set_exception(ItemFailed("the connection to a worker of the engine broke"))
+                    error = ItemFailed(
+                        "the connection to a worker of the engine broke", reason="ENGINE_UNAVAILABLE"
+                    )
+                    pending.done.set_exception(error)
 
     def _take_report(self, frame: dict[str, Any], writer: asyncio.StreamWriter) -> None:
         pending = self._pending.get(frame["done"] if "done" in frame else frame["failed"])
