@@ -45,13 +45,12 @@ _DEFAULT_OPTIONS: dict[str, int | str] = {
     # A host that disappears without a FIN is detected after the sum of these two times.
     "grpc.keepalive_time_ms": 60_000,
     "grpc.keepalive_timeout_ms": 20_000,
-    # Reconnects to a restarted server within half a second.
+    # Reconnects to a restarted server within half a second. Clients of a process share no refused connection.
+    "grpc.use_local_subchannel_pool": 1,
     "grpc.initial_reconnect_backoff_ms": 100,
     "grpc.max_reconnect_backoff_ms": 500,
     # Despite its name, this is the timeout of one connection attempt, handshakes included.
     "grpc.min_reconnect_backoff_ms": 5_000,
-    # Another client of this process, even a closed one, leaves it no refused connection of half a second ago.
-    "grpc.use_local_subchannel_pool": 1,
     # The client retries calls itself, where that is safe.
     "grpc.enable_retries": 0,
 }

@@ -394,8 +394,7 @@ class AsyncVisionEncoderClient:
                 reason = self._shared.transport.reason
                 raise TransportUnavailable(f"rows cannot come by shared memory: {reason}")
             await asyncio.sleep(min(READY_POLL_S, deadline.left_s))
-            # Only a call shows that the encoder was replaced, or is away. Once the deadline is over, the loop
-            # ends with the reason.
+            # Only a call shows that the encoder was replaced, or is away. The loop's end has the reason.
             with contextlib.suppress(DeadlineExceeded):
                 info = await self._server.known_info(deadline, MIN_INFO_AGE_S)
             self._server.check_open("attaching to shared memory")
