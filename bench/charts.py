@@ -82,7 +82,6 @@ PEER_LABELS = {
     "split": "the engine's own encoder split",
 }
 AS_TEXT = " as text"
-START_COLOURS = {"85": WARM, "48": COOL, "25": DEEP}
 
 
 class NoChart(Exception):
@@ -332,70 +331,6 @@ def draw_goodput(figure: Any, result: dict[str, Any]) -> str:
     )
 
 
-# -- autoscaling -----------------------------------------------------------------------------------------
-
-
-def draw_autoscaling(figure: Any, result: dict[str, Any]) -> str:
-    """A day with the chart's policy at each start time, its flood in detail, and the other policies."""
-    figure.set_size_inches(16, 10)
-    left, right = figure.subfigures(1, 2, width_ratios=(1.35, 1))
-    days = left.subplots(3, 1, height_ratios=(1.3, 1, 1))
-    near, targets, others = right.subplots(3, 1, height_ratios=(0.8, 1, 1))
-    minutes = range(len(result["work_gpus"]))
-    hours, since_flood = (
-        [one / 60 for one in minutes],
-        [one - result["settings"]["flood_min"] + 0.5 for one in minutes],
-    )
-    days[0].fill_between(hours, result["work_gpus"], color=GRID, label="work offered")
-    for start, series in result["starts"].items():
-        style = {"color": START_COLOURS[start], "label": f"start of {start} s", "linewidth": 1.2}
-        for axes, name in zip(days, ("replicas", "p99_ms", "refused_percent"), strict=True):
-            axes.plot(hours, series[name], **style)
-        near.plot(since_flood, series["p99_ms"], marker="o", markersize=3, **style)
-    for axes in (days[1], near):
-        axes.axhline(result["settings"]["late_ms"], color=INK, linewidth=1, linestyle="--")
-        logarithmic(axes)
-    for axes, title, unit in (
-        (days[0], "A day under the chart's policy: ready encoders", "GPUs"),
-        (days[1], "p99 of each minute (dashed: late)", "ms"),
-        (days[2], "Refused in each minute", "%"),
-        (near, "One tenant's flood from near: p99 of each minute", "ms"),
-    ):
-        axes.set_xlim(*((-2, 8) if axes is near else (0, 24)))
-        label(axes, title, unit, "minutes since the flood began" if axes is near else "hour of the day")
-    draw_policies(targets, others, result)
-    return "Autoscaling by simulation: H200 encoders, images half of 448 and half of 1024 px"
-
-
-def draw_policies(targets: Any, others: Any, result: dict[str, Any]) -> None:
-    """The share refused or late against GPU-hours by target and start time, and for each other policy."""
-    chart, bars = result["chart"], {}
-    curves: dict[str, list[tuple[float, float]]] = {start: [] for start in START_COLOURS}
-    for one in result["records"]:
-        policy, point = one["policy"], (one["gpu_hours_a_day"], one["refused_percent"] + one["late_percent"])
-        changed = {name: value for name, value in policy.items() if value != chart[name]}
-        if one["traffic"] == "mixed" and changed.keys() <= {"saturation", "start_s"}:
-            curves[f"{policy['start_s']:g}"].append(point)
-            if "start_s" not in changed:
-                targets.annotate(f" {policy['saturation'] / 1000:g}", point, va="bottom", fontsize=8)
-        if one["traffic"] == "mixed" and not changed.keys() & {"saturation", "start_s"}:
-            bars[", ".join(f"{name} {value:g}" for name, value in changed.items()) or "the chart's"] = point
-    for start, points in curves.items():
-        targets.plot(
-            *zip(*points, strict=True), color=START_COLOURS[start], marker="o", label=f"start of {start} s"
-        )
-    label(targets, "Targets of the saturation (at the points)", "% refused or late", "GPU-hours a day")
-    drawn = others.barh(list(bars), [percent for _, percent in bars.values()], color="#c3c9d1")
-    drawn[0].set_color(WARM)
-    texts = [f" {percent:.2f} %, {hours:.1f} GPU-h" for hours, percent in bars.values()]
-    others.bar_label(drawn, texts, fontsize=8)
-    others.invert_yaxis()
-    others.margins(x=0.35)
-    others.set_title("Other settings, start of 85 s: % refused or late", loc="left")
-    tidy(others)
-    others.grid(visible=False)
-
-
 # -- fleets ----------------------------------------------------------------------------------------------
 
 
@@ -472,7 +407,6 @@ DRAWERS: Mapping[str, Callable[[Any, dict[str, Any]], str]] = {
     "transport": draw_transports,
     "serve": draw_serving,
     "epd": draw_goodput,
-    "autoscale": draw_autoscaling,
     "fleet": draw_fleet,
 }
 
