@@ -16,7 +16,14 @@ from lm_adapter.engines.shared.glm_grids import glm_grid
 from lm_adapter.engines.shared.images import ImageFile
 from lm_adapter.engines.vllm.api_server.clips import ClipFile
 from lm_adapter.engines.vllm.api_server.parser import Decoded, FileProcessorItems
-from lm_adapter.engines.vllm.api_server.processor import Factory, FileProcessing, Sizes, choice, file_info
+from lm_adapter.engines.vllm.api_server.processor import (
+    Factory,
+    FileDummyInputsBuilder,
+    FileProcessing,
+    Sizes,
+    choice,
+    file_info,
+)
 from lm_adapter.engines.vllm.settings import given_sizes
 from lm_adapter.items import Grid
 
@@ -77,13 +84,7 @@ def _seconds(metadata: Mapping[str, Any]) -> list[int]:
 class GlmFileDummyInputs(glm4_1v.Glm4vDummyInputsBuilder):  # type: ignore[misc]
     """The largest image and clip, without files: the encoder is not asked."""
 
-    def _get_dummy_images(
-        self, *, width: int, height: int, num_images: int, overrides: Sizes | None = None
-    ) -> list[ImageFile]:
-        if overrides is not None:
-            width = min(width, overrides.width or width)
-            height = min(height, overrides.height or height)
-        return [ImageFile(b"", width, height)] * num_images
+    _get_dummy_images = FileDummyInputsBuilder._get_dummy_images
 
     def _get_dummy_videos(
         self, *, width: int, height: int, num_frames: int, num_videos: int, overrides: Sizes | None = None

@@ -21,7 +21,7 @@ from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
 from lm_adapter.engines.shared.images import ImageFile
 from lm_adapter.engines.shared.kimi import k3_media_texts, kimi_vl_grid
 from lm_adapter.engines.vllm.api_server.parser import FileProcessorItems, ImageFileParser
-from lm_adapter.engines.vllm.api_server.processor import Factory, Sizes, choice, file_tensor
+from lm_adapter.engines.vllm.api_server.processor import Factory, FileDummyInputsBuilder, choice, file_tensor
 from lm_adapter.engines.vllm.file_items import FILE_FIELD
 from lm_adapter.errors import InvalidRequest
 from lm_adapter.items import Grid, Modality, PreprocessOptions
@@ -163,12 +163,6 @@ def _dummies(parent: Any) -> type:
             placeholder = placeholder or self.info.get_tokenizer().decode(self.info.image_token_id)
             return placeholder * mm_counts.get("image", 0)
 
-        def _get_dummy_images(
-            self, *, width: int, height: int, num_images: int, overrides: Sizes | None = None
-        ) -> list[ImageFile]:
-            if overrides is not None:
-                width = min(width, overrides.width or width)
-                height = min(height, overrides.height or height)
-            return [ImageFile(b"", width, height)] * num_images
+        _get_dummy_images = FileDummyInputsBuilder._get_dummy_images
 
     return FileDummyInputs
