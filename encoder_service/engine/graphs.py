@@ -118,7 +118,6 @@ class GraphRunner:
         self.tower = tower
         self._device = device
         self._capture = capture
-        self._clock = clock
         self._ladder = ladder
         self.choices = choices
         self.streams = streams or streams_of(device, clock)

@@ -205,7 +205,8 @@ def test_p30_every_backend_replays_what_it_runs(name: str, family: str) -> None:
     assert replaying.counters.replays.total() > 50
 
 
-def test_p27_capture_is_in_order_reported_and_needed_first() -> None:
+@pytest.mark.whole_device
+def test_p27_captures_share_memory_and_are_reported_and_needed_first() -> None:
     tower = fused_tower("qwen3_vl", "tiny", backends()[0])
     ladder = ladder_of_sizes([64, 256, 512, 1024])
     fresh = GraphRunner(tower, ladder, CUDA, capture=True, clock=time.monotonic)
