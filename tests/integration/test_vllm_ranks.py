@@ -37,7 +37,7 @@ from lm_adapter.items import Grid
 from lm_adapter.testing import FakeEncoder, Fault, fake_rows
 from tests.unit.lm_adapter.connector_rig import BUSY, Engine, Image, Request, engine_config
 
-BROKEN = "INTERNAL: the connection to a worker of the engine broke"
+BROKEN = "ENGINE_UNAVAILABLE: the connection to a worker of the engine broke"
 GRID = Grid(1, 4, 6)
 NUM_ROWS, WIDTH = 6, 128
 
