@@ -11,9 +11,9 @@ room: lines of entries, then spaces, once for the metadata and once for the tens
     (spaces)
     }
 
-An item is appended as its bytes, then a line in each room, so that the file can be read after every item,
-also when the process was killed. What a kill cut off (bytes without a line, or a part of a line) is dropped
-when the file is opened again.
+An item is appended as its bytes, then a line in each room, so that the file can be read after every item.
+What a kill cut off (bytes without a line, or a part of a line) is dropped when the file is opened again;
+until then other readers of safetensors may refuse the file.
 
 Item i has ``rows.<i>`` [rows, width] and ``grid_thw.<i>`` int64 [3]; a clip also ``timestamps_s.<i>`` float64
 [frames] and, for rows in chunks, ``chunk_grids.<i>`` int64 [chunks, 3]. Metadata of an item: ``key.<i>`` and
