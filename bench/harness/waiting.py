@@ -7,15 +7,16 @@ from collections.abc import Callable
 
 # Longer than anything takes on a loaded machine.
 PATIENCE_S = 60.0
+QUIET_S = 1.0
 
 
-def settled(figure: Callable[[], int], quiet_s: float = 1.0, timeout_s: float = PATIENCE_S) -> int:
-    """The figure once it has not changed for ``quiet_s``: calls are counted when they end, which may be after
-    the answer that they served. Fails if it changes for longer than ``timeout_s``."""
-    ends_s = time.monotonic() + timeout_s
+def settled(figure: Callable[[], int]) -> int:
+    """The figure once it has not changed for QUIET_S: calls are counted when they end, which may be after the
+    answer that they served. Fails if it changes for longer than PATIENCE_S."""
+    ends_s = time.monotonic() + PATIENCE_S
     last, since_s = figure(), time.monotonic()
-    while time.monotonic() - since_s < quiet_s:
-        assert time.monotonic() < ends_s, f"a quiet figure did not come within {timeout_s:g} s"
+    while time.monotonic() - since_s < QUIET_S:
+        assert time.monotonic() < ends_s, f"a quiet figure did not come within {PATIENCE_S:g} s"
         time.sleep(0.05)
         if (found := figure()) != last:
             last, since_s = found, time.monotonic()

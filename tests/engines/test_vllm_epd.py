@@ -88,7 +88,7 @@ class Pair:
             num_failed = self._num_failed()
             self.decode.answer(messages, kv_transfer_params=params)
             has_failed = self._num_failed() > num_failed
-            assert (self.encoder.num_asked() > num_asked) == has_failed
+            assert (settled(self.encoder.num_asked) > num_asked) == has_failed
             if not has_failed:
                 return
         pytest.fail("a handshake of NIXL did not come within vLLM's five seconds")

@@ -18,6 +18,7 @@ from encoder_service.errors import ConfigurationError, NotReady
 from encoder_service.scheduler.buckets import MIN_SLOTS, Bucket, BucketLadder, default_ladder, ladder_of_sizes
 from encoder_service.towers.attention import AttentionBackend, SdpaAttention, available_backends
 from encoder_service.towers.fused import FusedTower
+from encoder_service.towers.fused_inputs import BucketShape, FusedInputs
 from encoder_service.towers.registry import parse_config
 from encoder_service.towers.tower import Tower
 from encoder_service.types import Grid
@@ -206,17 +207,25 @@ def test_p30_every_backend_replays_what_it_runs(name: str, family: str) -> None:
 
 
 @pytest.mark.whole_device
-def test_p27_captures_share_memory_and_are_reported_and_needed_first() -> None:
+def test_p27_capture_is_in_order_reported_and_needed_first(monkeypatch: pytest.MonkeyPatch) -> None:
     tower = fused_tower("qwen3_vl", "tiny", backends()[0])
     ladder = ladder_of_sizes([64, 256, 512, 1024])
     fresh = GraphRunner(tower, ladder, CUDA, capture=True, clock=time.monotonic)
     assert not fresh.ready
     with pytest.raises(NotReady, match=f"0 of {len(ladder)} graphs"):
         fresh.run(tower.prepare([Grid(1, 2, 2)]), random_pixels([Grid(1, 2, 2)], tower))
+    captured, pad = list[BucketShape](), tower.pad
+
+    def noting(inputs: FusedInputs, bucket: BucketShape) -> FusedInputs:
+        captured.append(bucket)
+        return pad(inputs, bucket)
+
+    monkeypatch.setattr(tower, "pad", noting)
     with capture_logs() as logs:
         fresh.capture_all()
     assert (logs[0]["event"], logs[0]["of"]) == ("capturing graphs", len(ladder))
     assert fresh.ready
+    assert captured == list(ladder.largest_first)
     # Smaller buckets find room in the pool that the largest made.
     largest = captured_runner(tower, ladder_of_sizes([1024]))
     assert largest.captured_bytes > 0

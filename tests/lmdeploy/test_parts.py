@@ -197,11 +197,13 @@ async def test_p32_a_request_that_joins_a_call_has_its_own_time(
     fake.script.faults[IMAGES[0].digest] = Fault.HANG
     first = asyncio.create_task(impatient.hold(IMAGES[:1], [GRID]))
     await asyncio.to_thread(wait_until, lambda: fake.num_hanging_now > 0)
-    second = asyncio.create_task(impatient.hold(IMAGES[:1], [GRID]))
+    later = [asyncio.create_task(impatient.hold(IMAGES[:1], [GRID])) for _ in range(3)]
     await asyncio.wait([first])
     assert isinstance(first.exception(), ItemFailed)
     fake.script.faults.clear()
-    assert (rank.take(sent(await second)[0]).to("cpu").numpy() == rows_of(IMAGES[0])).all()
+    for held in await asyncio.gather(*later):
+        assert (rank.take(sent(held)[0]).to("cpu").numpy() == rows_of(IMAGES[0])).all()
+    assert fake.num_calls["Prefetch"] == 2
     rank.close()
     impatient.close()
 
@@ -332,9 +334,7 @@ async def test_rows_above_the_limit_stay_off_the_gpu(orders: RowOrders, rank: Ra
     assert (rank.take(sent(held)[3]).to("cpu").numpy() == rows_of(IMAGES[0])).all()
 
 
-async def test_p32_a_request_whose_rows_were_dropped_ends_alone(
-    rank: Rank,
-) -> None:
+async def test_p32_a_request_whose_rows_were_dropped_ends_alone(rank: Rank) -> None:
     """In the engine's process, before LMDeploy's scheduler gets it."""
     from lmdeploy.messages import ResponseType
     from lmdeploy.pytorch.engine.engine_instance import EngineInstance

@@ -111,7 +111,7 @@ def _without_tower(parent: Any) -> Any:
 
 
 def _qwen(parent: Any, *, has_deepstack: bool) -> Any:
-    tower = "visual." if has_deepstack else "model.visual."
+    tower_prefix = "visual." if has_deepstack else "model.visual."
 
     class Qwen(_without_tower(parent)):  # type: ignore[misc]
         def _take_rows(self, config: Any, dtype: Any) -> None:
@@ -122,8 +122,11 @@ def _qwen(parent: Any, *, has_deepstack: bool) -> Any:
             self.input_processor = QwenInputs(config, dtype)
 
         def load_weights(self, weights: Any) -> None:
-            """Of a checkpoint with its tower, also when LMDeploy updates them, which leaves out no module."""
-            super().load_weights((name, weight) for name, weight in weights if not name.startswith(tower))
+            """weights: pairs of name and tensor. LMDeploy gives those of the tower too, at the start and when
+            it updates them."""
+            super().load_weights(
+                (name, weight) for name, weight in weights if not name.startswith(tower_prefix)
+            )
 
     return Qwen
 

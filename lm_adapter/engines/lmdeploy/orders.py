@@ -25,7 +25,7 @@ from lm_adapter.engines.shared import rows
 from lm_adapter.engines.shared.geometry import Geometry
 from lm_adapter.engines.shared.images import ImageFile
 from lm_adapter.engines.shared.rank_socket import RankSocket, RowsOrder
-from lm_adapter.errors import EncoderError, InvalidRows, ItemFailed
+from lm_adapter.errors import DeadlineExceeded, EncoderError, InvalidRows, ItemFailed
 from lm_adapter.items import Grid, ImageItem
 
 MIN_CALL_S = 0.001
@@ -33,7 +33,6 @@ AWAY_S = 2.0
 """Of the engine's process, after which it is taken to have ended. It reconnects in a fifth of a second."""
 Names = tuple[bytes, ...]
 """The digests of a request's images."""
-TOO_LATE = "DEADLINE_EXCEEDED"
 GONE = "UNKNOWN_KEY"
 """The reason of rows that the encoder does not have any more."""
 
@@ -101,8 +100,10 @@ class RowOrders(rows.RowCalls):
             if held is not None:
                 return held
             ongoing = self._ongoing.get(names)
-            has_joined = ongoing is not None and ongoing.task.get_loop() is loop
-            if ongoing is None or not has_joined:
+            has_joined = True
+            # The task of a call that has failed stays here until all have noticed.
+            if ongoing is None or ongoing.task.done() or ongoing.task.get_loop() is not loop:
+                has_joined = False
                 task = loop.create_task(self._obtain(names, images, grids))
                 ongoing = self._ongoing[names] = _Ongoing(task)
             ongoing.num_waiting += 1
@@ -111,7 +112,7 @@ class RowOrders(rows.RowCalls):
                 return await asyncio.shield(ongoing.task)
             except EncoderError as error:
                 # The time was that of the request which began the call.
-                if is_second or not has_joined or error.reason != TOO_LATE:
+                if is_second or not has_joined or error.reason != DeadlineExceeded.default_reason:
                     raise
             finally:
                 ongoing.num_waiting -= 1

@@ -132,6 +132,7 @@ def test_p27_capture_needs_a_gpu() -> None:
     runner = runner_for(SmallTower())
     assert runner.ready
     runner.capture_all()
+    assert runner.captured_bytes == 0
 
 
 @settings(deadline=None)
