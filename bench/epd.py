@@ -52,6 +52,8 @@ from encoder_service.checkpoints.synthetic import make_checkpoint as make_random
 
 LM_LAYERS, LM_INTERMEDIATE = 36, 12288
 """Layers and intermediate size of a language model with about 8B parameters."""
+LEAST_KV_GIB = 5
+"""36,000 tokens of that model: 32 requests with an image of 1024 pixels each at the same time."""
 WARM_UP_TURNS = 2
 NO_SETTINGS = ("out", "commit", "peers", "mixes")
 
@@ -102,6 +104,11 @@ def parse_arguments() -> argparse.Namespace:
     if arguments.engine != "sglang" and arguments.device == "cuda" and arguments.kv_gib is None:
         # Of all groups the same, so that their figures can be compared.
         arguments.kv_gib = min(kv_gib(group.values(), arguments.arena_gib) for group in arguments.peers)
+        if arguments.size == "full" and arguments.kv_gib < LEAST_KV_GIB:
+            parser.error(
+                f"--peers: these leave each server {arguments.kv_gib:g} GiB of KV cache, and the figures need"
+                f" {LEAST_KV_GIB} GiB; name fewer peers in one --peers, or set --kv-gib"
+            )
     known_mixes = MIXES[arguments.size]
     if arguments.rates:
         known_mixes = {name: mix for name, mix in known_mixes.items() if not mix.is_closed_loop}
