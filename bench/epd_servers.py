@@ -14,9 +14,7 @@ import itertools
 import json
 import os
 import re
-import shutil
 import signal
-import subprocess
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -31,6 +29,7 @@ import torch
 
 from bench.harness import lmdeploy, sglang, vllm
 from bench.harness.children import CLOCK_TICKS_PER_S, Child, counters_of, visible_gpu
+from bench.harness.mps import PROGRAM, is_installed, mps_daemon
 from bench.harness.ports import free_port
 from bench.harness.processes import Process, answers
 
@@ -55,7 +54,6 @@ ENCODER_TOKENS = 32768
 ROWS_BYTES = 2 << 30
 """Of rows in host memory that each instance of vLLM's own split keeps. With every file that is read, the one
 that encodes sends a description of all of it, 2 KB a MiB."""
-MPS = "nvidia-cuda-mps-control"
 WHOLE_GPU = 100
 SERVER_GIB, ENCODER_GIB = 22, 6
 """Memory of a server beside its KV cache (about 8B parameters in bfloat16, activations, graphs), and of an
@@ -365,27 +363,15 @@ class Group:
         self.encoder_start_s.append(time.perf_counter() - begun)
 
     def _start_mps(self) -> None:
-        program = shutil.which(MPS)
-        if self.on_cpu or program is None:
-            return
-        folder = self._folder("mps")
-        self._mps = dict.fromkeys(("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY"), str(folder))
-        # The daemon has all GPUs: it would number those that it sees anew, and its clients name theirs.
-        seen = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
-        environment = seen | self._mps
-        subprocess.run([program, "-d"], env=environment, check=True)
-
-        def stop() -> None:
-            subprocess.run([program], input=b"quit\n", env=environment, check=False)
-
-        self.stack.callback(stop)
+        if not self.on_cpu and is_installed():
+            self._mps = self.stack.enter_context(mps_daemon(self._folder("mps")))
 
     def _mps_variables(self, at: EncoderAt | None) -> dict[str, str]:
         """Of the processes that share a GPU by MPS. Raises CannotRun."""
         if at is None or not at.mps:
             return {}
         if not self._mps:
-            raise CannotRun("MPS needs a GPU" if self.on_cpu else f"{MPS} is not on PATH")
+            raise CannotRun("MPS needs a GPU" if self.on_cpu else f"{PROGRAM} is not on PATH")
         return self._mps
 
     def _start_vllm_split(self, at: EncoderAt) -> None:

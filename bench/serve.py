@@ -1,6 +1,7 @@
 """Sends photographs by gRPC under open-loop load, and compares the service with the tower alone.
 
     python -m bench.serve                                     # full size on cuda:0, about three minutes
+    python -m bench.serve --replicas 2 --mps                  # two services on the GPU, side by side
     python -m bench.serve --quick --device cpu --size tiny    # checks that the bench runs
 
 Owns the run: its options, processes, order, time budgets, figures and tables. traffic.py owns what is sent;
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import secrets
 import sys
 import tempfile
@@ -26,6 +28,7 @@ import torch
 
 from bench.checkpoints import random_checkpoint
 from bench.harness.children import IMAGE_MALLOC, Child, ProcessFailed, ServiceProcess, Snapshot
+from bench.harness.mps import PROGRAM, is_installed, mps_daemon
 from bench.measurement import TimedRun, options_of, percentile
 from bench.serve_peers import OK, STAGES
 from bench.traffic import MAX_PIXELS, MIXES, load_of, specs_of, write_photos
@@ -94,6 +97,10 @@ def parse_arguments(line: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--clients", type=int, help="processes that send; default: half of the cores")
     parser.add_argument("--ingest-threads", type=int, help="default: the cores without the clients'")
+    parser.add_argument(
+        "--replicas", type=int, default=1, help="services; each has its contents, as behind a gateway"
+    )
+    parser.add_argument("--mps", action="store_true", help="all processes use the GPU through NVIDIA's MPS")
     parser.add_argument("--photos", type=int, help="files of a mix, each sent under many contents")
     parser.add_argument("--cell-s", type=float, help="seconds of one load, its first fifth a warm-up")
     arguments = parser.parse_args(line)
@@ -102,6 +109,8 @@ def parse_arguments(line: list[str] | None = None) -> argparse.Namespace:
         parser.error("no CUDA device here; --quick --device cpu --size tiny checks that the bench runs")
     if not on_gpu and arguments.transport == "device":
         parser.error("rows on the device need a GPU")
+    if arguments.mps and not (on_gpu and is_installed()):
+        parser.error(f"--mps needs a GPU and {PROGRAM} on PATH")
     cores = usable_cores()
     defaults = {
         "mixes": ["448-heavy"] if quick else ["448-heavy", "chat"],
@@ -116,7 +125,7 @@ def parse_arguments(line: list[str] | None = None) -> argparse.Namespace:
         if getattr(arguments, name) is None:
             setattr(arguments, name, value)
     if arguments.ingest_threads is None:
-        arguments.ingest_threads = max(1, cores - arguments.clients)
+        arguments.ingest_threads = max(1, (cores - arguments.clients) // arguments.replicas)
     # Latency for goodput; factor for the photographs' sides; seconds of the tower alone for each mix.
     arguments.bound_ms = 300.0 if on_gpu else 1500.0
     arguments.scale = 0.25 if quick and not on_gpu else 1.0
@@ -151,25 +160,28 @@ class Run(TimedRun):
         arguments = self.arguments
         weights = random_checkpoint(arguments.family, arguments.size, 0, arguments.device)
         with self.stack, weights as checkpoint:
+            if arguments.mps:
+                # Every process is started with this one's variables.
+                os.environ |= self.stack.enter_context(mps_daemon(self.folder / "mps"))
             limit_area(checkpoint, self.max_pixels)
             with self.console.status("photographs"):
                 self._make_photos()
             with self.console.status("the tower alone"):
                 self._measure_tower(checkpoint)
             with self.console.status("starting the service"):
-                service = self._start_service(checkpoint)
+                services = self._start_services(checkpoint)
             cells = [Cell(mix, load) for load in arguments.loads for mix in arguments.mixes]
             for number, cell in enumerate(cells, 1):
                 if self.is_out_of_time(asdict(cell)):
                     continue
                 with self.console.status(f"{number} of {len(cells)}: {cell.mix} at {cell.load:g}"):
                     try:
-                        self.result["records"].append(self._measured(cell, service))
+                        self.result["records"].append(self._measured(cell, services))
                     except ProcessFailed as error:
                         self.leave_out(str(error), **asdict(cell))
                 self.result["summary"] = summary_of(self.result["records"], self.result["tower"])
                 self.file.write()
-            self.result["service"]["exit_status"] = service.close()
+            self.result["service"]["exit_status"] = [service.close() for service in services]
         self.finish()
 
     # -- processes -------------------------------------------------------------------------------------
@@ -224,36 +236,43 @@ class Run(TimedRun):
                 ) | {"load_s": loaded["seconds"]}
         self.file.write()
 
-    def _start_service(self, checkpoint: Path) -> ServiceProcess:
-        """Starts the service and connects the clients. Raises ProcessFailed."""
+    def _start_services(self, checkpoint: Path) -> list[ServiceProcess]:
+        """Starts the replicas one after the other and connects the clients. Raises ProcessFailed."""
         arguments = self.arguments
+        services = [self._start_service(checkpoint, number) for number in range(arguments.replicas)]
+        for client in self.clients:
+            targets = [service.target for service in services]
+            client.send("connect", targets=targets, transport=arguments.transport)
+        reasons = [client.answer(START_LIMIT_S)["reason"] for client in self.clients]
+        starts_s = [service.start_s for service in services]
+        self.result["service"] = {"start_s": starts_s, "transport": reasons[0]}
+        return services
+
+    def _start_service(self, checkpoint: Path, number: int) -> ServiceProcess:
+        arguments = self.arguments
+        unix = f"unix:{self.folder}/serve-{number}.sock"
         settings = self._settings(checkpoint) | {
-            "listen": "127.0.0.1:0" if arguments.transport == "inline" else f"unix:{self.folder}/serve.sock",
+            "listen": "127.0.0.1:0" if arguments.transport == "inline" else unix,
             "admin_listen": "127.0.0.1:0",
             "ingest_threads": arguments.ingest_threads,
-            "broker_path": f"{self.folder}/broker.sock",
-            "arena_bytes": GIB // 2 if self.gpu is None else 4 * GIB,
+            "broker_path": f"{self.folder}/broker-{number}.sock",
+            "arena_bytes": (GIB // 2 if self.gpu is None else 4 * GIB) // arguments.replicas,
         }
         if self.gpu is not None:
-            settings["device_arena_bytes"] = 16 * GIB
-        service = self.stack.enter_context(
+            settings["device_arena_bytes"] = 16 * GIB // arguments.replicas
+        return self.stack.enter_context(
             ServiceProcess(
                 settings,
-                self.folder / "service.log",
+                self.folder / f"service-{number}.log",
                 gpu=self.gpu,
                 start_s=START_LIMIT_S,
                 counts_turns=True,
             )
         )
-        for client in self.clients:
-            client.send("connect", target=service.target, transport=arguments.transport)
-        reasons = [client.answer(START_LIMIT_S)["reason"] for client in self.clients]
-        self.result["service"] = {"start_s": service.start_s, "transport": reasons[0]}
-        return service
 
     # -- one record ------------------------------------------------------------------------------------
 
-    def _measured(self, cell: Cell, service: ServiceProcess) -> dict[str, Any]:
+    def _measured(self, cell: Cell, services: Sequence[ServiceProcess]) -> dict[str, Any]:
         """Measures a cell and returns its record. Raises ProcessFailed."""
         arguments = self.arguments
         duration_s, warm_s = arguments.cell_s, arguments.cell_s * WARM_UP_SHARE
@@ -282,7 +301,7 @@ class Run(TimedRun):
         snapshots = []
         for at_s in (warm_s, duration_s):
             time.sleep(max(0.0, start_s + at_s - time.monotonic()))
-            snapshots.append(service.snapshot())
+            snapshots.append([service.snapshot() for service in services])
         answers = [client.answer(duration_s + GRACE_S + TIMEOUT_S) for client in self.clients]
         figures = client_figures(
             requests_of(answers), warm_s=warm_s, duration_s=duration_s, bound_ms=arguments.bound_ms
@@ -370,28 +389,32 @@ def service_overhead_ms(request: Mapping[str, Any]) -> float:
     return float(request["total_ms"] + request["delivery_ms"] - spent)
 
 
-def service_figures(before: Snapshot, after: Snapshot) -> dict[str, Any]:
-    """What the service counted between two moments. Shares are relative to the elapsed time. cores: mean
-    number of busy cores; loop_share: CPU time of the thread that runs the event loop."""
-    seconds, cpu_s = after.at_s - before.at_s, after.cpu_s - before.cpu_s
-    loop_cpu_s = after.loop_cpu_s - before.loop_cpu_s
+def service_figures(before: Sequence[Snapshot], after: Sequence[Snapshot]) -> dict[str, Any]:
+    """What the replicas of the service counted between two moments. Shares are relative to the elapsed time,
+    a replica's in the mean. cores: mean number of busy cores, of all; loop_share: CPU time of the thread that
+    runs the event loop."""
+    changes = list(zip(before, after, strict=True))
+    seconds = sum(end.at_s - begin.at_s for begin, end in changes) / len(changes)
+    cpu_s = sum(end.cpu_s - begin.cpu_s for begin, end in changes)
+    loop_cpu_s = sum(end.loop_cpu_s - begin.loop_cpu_s for begin, end in changes)
 
     def grown(name: str) -> float:
-        return after.counters.get(name, 0.0) - before.counters.get(name, 0.0)
+        return sum(end.counters.get(name, 0.0) - begin.counters.get(name, 0.0) for begin, end in changes)
 
     items, batches = grown("ve_encoded_items_total"), grown("ve_batches_total")
     patches, padded = grown("ve_encoded_patches_total"), grown("ve_padded_patches_total")
-    turns, calls = after.turns - before.turns, grown("ve_requests_total{Encode}")
-    delivered = sum(grown(name) for name in after.counters if name.startswith("ve_items_total"))
+    turns, calls = sum(end.turns - begin.turns for begin, end in changes), grown("ve_requests_total{Encode}")
+    names = {name for end in after for name in end.counters if name.startswith("ve_items_total")}
+    delivered = sum(map(grown, names))
     return {
-        "device_busy_share": grown("ve_device_busy_seconds_total") / seconds,
+        "device_busy_share": grown("ve_device_busy_seconds_total") / seconds / len(changes),
         "tower_images_per_s": items / seconds,
         "tower_patches_per_s": patches / seconds,
         "batches": batches,
         "images_per_batch": items / batches if batches else None,
         "padding_share": padded / (padded + patches) if patches else None,
         "cores": cpu_s / seconds,
-        "loop_share": loop_cpu_s / seconds,
+        "loop_share": loop_cpu_s / seconds / len(changes),
         "cpu_ms_per_item": cpu_s * 1e3 / delivered if delivered else None,
         "loop_ms_per_item": loop_cpu_s * 1e3 / delivered if delivered else None,
         "turns_per_s": turns / seconds,

@@ -45,25 +45,26 @@ class Client:
     def __init__(self) -> None:
         self._runner = asyncio.Runner()
         self._photos: dict[str, list[bytes]] = {}
-        self._client: Any = None
+        self._clients: list[Any] = []
 
     def photos(self, mix: str, folder: str) -> None:
         self._photos[mix] = read_photos(Path(folder))
 
-    def connect(self, target: str, transport: str) -> dict[str, Any]:
-        """Connects, and waits for the transport. Raises ValueError if rows come by another transport, and the
-        client's errors."""
+    def connect(self, targets: list[str], transport: str) -> dict[str, Any]:
+        """Connects to the replicas, and waits for the transport. Raises ValueError if rows come by another
+        transport, and the client's errors."""
         on_gpu = transport == "device"
         if on_gpu:
             import torch
 
             torch.zeros(1, device="cuda")
-        return {"reason": self._runner.run(self._connect(target, transport, on_gpu))}
+        reasons = [self._runner.run(self._connect(target, transport, on_gpu)) for target in targets]
+        return {"reason": reasons[0]}
 
     async def _connect(self, target: str, transport: str, on_gpu: bool) -> str:
         from lm_adapter import AsyncVisionEncoderClient
 
-        self._client = AsyncVisionEncoderClient(
+        client = AsyncVisionEncoderClient(
             target,
             timeout_s=CONNECT_S,
             transports=(transport,),
@@ -72,8 +73,9 @@ class Client:
             waits=False,
             max_in_flight=1_000_000,
         )
-        await self._client.info()
-        choice = await self._client.wait_transport()
+        self._clients.append(client)
+        await client.info()
+        choice = await client.wait_transport()
         if choice.name != transport:
             raise ValueError(f"rows come by {choice.name}: {choice.reason}")
         return str(choice.reason)
@@ -98,8 +100,8 @@ class Client:
         return {"columns": COLUMNS, "rows": self._runner.run(sending)}
 
     def close(self) -> None:
-        if self._client is not None:
-            self._runner.run(self._client.close())
+        for client in self._clients:
+            self._runner.run(client.close())
         self._runner.close()
 
     async def _send_all(
@@ -139,7 +141,8 @@ class Client:
         item = ImageItem(with_comment(photo, seed, request.content))
         lag_ms = (loop.time() - due_s) * 1e3
         try:
-            rows = await self._client.encode_one(item, timeout_s=timeout_s)
+            client = self._clients[request.content % len(self._clients)]
+            rows = await client.encode_one(item, timeout_s=timeout_s)
         except EncoderError as error:
             return failed(request, error.reason, lag_ms, (loop.time() - due_s) * 1e3)
         latency_ms = (loop.time() - due_s) * 1e3
