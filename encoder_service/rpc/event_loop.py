@@ -3,7 +3,7 @@
 gRPC's poller, a thread, writes a byte to a socket for each completion. Its reader on the loop handles all
 completions that are there, but takes one byte, so that the loop makes a turn for each completion, five for a
 call, however many calls wait. In each turn it gives the interpreter's lock away. Here the reader takes all
-bytes.
+bytes. ``accepting`` lets a turn have more than one new call.
 
 How busy the loop is shows neither in its thread's CPU time (the thread also waits for the interpreter's lock,
 with work before it) nor in a late timer (which passes calls that wait). The selector measures it: the time in

@@ -28,6 +28,7 @@ from encoder_service.ops.reloaded import Reloaded
 from encoder_service.ops.tls import Certificates, certificate_files
 from encoder_service.ops.tokens import NamespaceTokens
 from encoder_service.rpc import observed
+from encoder_service.rpc.accepting import accepting_server
 from encoder_service.rpc.connections import ConnectionShares
 from encoder_service.rpc.convert import serialize_event
 from encoder_service.rpc.gate import CallGate, CallPermits
@@ -102,7 +103,7 @@ class GrpcServer:
         }
         if connection_age_s:
             options["grpc.max_connection_age_ms"] = int(connection_age_s * 1e3)
-        self._server = grpc.aio.server(options=list(options.items()))
+        self._server = accepting_server(list(options.items()))
         self._health = Health()
         self._services: tuple[str, ...] = ()
         # Paths of the unix sockets, with the identity of the socket that this server has bound there.
