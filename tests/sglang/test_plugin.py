@@ -6,15 +6,19 @@ made-up ones in turn.
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import hashlib
 import io
 import json
+import logging
 import random
 import re
 import shutil
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -25,6 +29,7 @@ import httpx
 import numpy as np
 import pytest
 import torch
+from fastapi import HTTPException
 from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -32,6 +37,7 @@ from transformers import AutoConfig, AutoProcessor
 
 import encoder_service
 from bench.harness.engine_checkpoints import INDEX, TOWER_PREFIXES, write_checkpoint
+from bench.harness.ports import free_port
 from bench.harness.processes import environment
 from bench.harness.sglang import (
     FORKED,
@@ -47,11 +53,14 @@ from encoder_service.ingest.decode import DecodeLimits
 from encoder_service.ingest.registry import load_preprocessor
 from encoder_service.types import PreprocessOptions
 from lm_adapter import DigestItem, ItemFailed, VisionEncoderClient
+from lm_adapter.engines.sglang.families import image_marks
 from lm_adapter.engines.sglang.prompt import with_image_sizes
 from lm_adapter.engines.shared.checkpoint import read_config, vision_interface
+from lm_adapter.engines.shared.geometry import Geometry
 from lm_adapter.engines.shared.grid_rule import grid_rule
 from lm_adapter.engines.shared.images import ImageFile
 from lm_adapter.engines.shared.prompt import ImagePrompt
+from lm_adapter.engines.shared.rows import RowReader
 from lm_adapter.items import Grid
 from lm_adapter.testing import Fault
 from tests.engines.faults import FAULTS, OTHER_MODELS, answer_to, in_place_of, new_picture, script_for
@@ -328,6 +337,50 @@ def test_published_configurations_name_classes_of_the_plugin() -> None:
     )  # fmt: skip
     served = [line for line in ended.stdout.splitlines() if line.startswith("served ")]
     assert served == [f"served {name} lm_adapter.engines.sglang.models" for (name,) in names], ended.stderr
+
+
+def test_the_images_of_a_failed_request_are_freed_at_once(images: list[bytes], checkpoint: Path) -> None:
+    """Not at the next collection of garbage: while the encoder is away, clients may try again and again."""
+    from lm_adapter.engines.sglang.processors import FileProcessor
+    from lm_adapter.engines.sglang.settings import Settings
+
+    processor, config = AutoProcessor.from_pretrained(checkpoint), AutoConfig.from_pretrained(checkpoint)
+    interface, tokenizer = vision_interface(read_config(checkpoint)), processor.tokenizer
+    placeholder = tokenizer.convert_ids_to_tokens(interface.image_placeholder_id)
+    rule = grid_rule(interface, config, processor)
+    freed: list[weakref.ref[ImageFile]] = []
+
+    def grid_of(image: ImageFile) -> Grid:
+        freed.append(weakref.ref(image))
+        return rule(image)
+
+    no_encoder = Settings(target=f"127.0.0.1:{free_port()}", timeout_s=2.0)
+    geometry = Geometry.of_model(SimpleNamespace(hf_config=config, dtype="float32"))
+    plugin = object.__new__(FileProcessor)
+    vars(plugin).update(
+        _interface=interface,
+        _grid_of=grid_of,
+        _tokenizer=tokenizer,
+        _placeholder=placeholder,
+        _image_text=placeholder.join(image_marks(interface.model_type)),
+        _rows=RowReader(no_encoder, geometry, logging.getLogger(__name__)),
+        io_executor=ThreadPoolExecutor(1),
+    )
+    text = f"What is it? <|vision_start|>{placeholder}<|vision_end|>"
+
+    async def ask() -> None:
+        with pytest.raises(HTTPException) as raised:
+            await plugin.process_mm_data_async(images[:1], text, SimpleNamespace())
+        assert raised.value.status_code == 503
+        del raised
+        await asyncio.to_thread(wait_until, lambda: [one() for one in freed] == [None])
+
+    gc.disable()
+    try:
+        asyncio.run(ask())
+    finally:
+        gc.enable()
+        plugin._rows.close()
 
 
 def test_what_is_an_image(images: list[bytes]) -> None:
