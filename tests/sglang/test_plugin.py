@@ -356,7 +356,7 @@ def test_the_images_of_a_failed_request_are_freed_at_once(images: list[bytes], c
 
     no_encoder = Settings(target=f"127.0.0.1:{free_port()}", timeout_s=2.0)
     geometry = Geometry.of_model(SimpleNamespace(hf_config=config, dtype="float32"))
-    plugin = object.__new__(FileProcessor)
+    plugin: Any = object.__new__(FileProcessor)
     vars(plugin).update(
         _interface=interface,
         _grid_of=grid_of,
