@@ -100,7 +100,9 @@ def parse_arguments(line: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--replicas", type=int, default=1, help="services; each has its contents, as behind a gateway"
     )
-    parser.add_argument("--mps", action="store_true", help="all processes use the GPU through NVIDIA's MPS")
+    parser.add_argument(
+        "--mps", action="store_true", help="services and callers share the GPU by NVIDIA's MPS"
+    )
     parser.add_argument("--photos", type=int, help="files of a mix, each sent under many contents")
     parser.add_argument("--cell-s", type=float, help="seconds of one load, its first fifth a warm-up")
     arguments = parser.parse_args(line)
@@ -109,6 +111,8 @@ def parse_arguments(line: list[str] | None = None) -> argparse.Namespace:
         parser.error("no CUDA device here; --quick --device cpu --size tiny checks that the bench runs")
     if not on_gpu and arguments.transport == "device":
         parser.error("rows on the device need a GPU")
+    if arguments.replicas < 1:
+        parser.error(f"--replicas {arguments.replicas}: at least 1 service is needed")
     if arguments.mps and not (on_gpu and is_installed()):
         parser.error(f"--mps needs a GPU and {PROGRAM} on PATH")
     cores = usable_cores()

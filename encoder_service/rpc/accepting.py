@@ -44,22 +44,35 @@ class AcceptingCore(cygrpc.AioServer):  # type: ignore[misc]
         return self._accepted.popleft()
 
     async def _ask(self) -> None:
-        """Until the server stops. Calls that no one has taken by then end with it."""
+        """Until the server stops. A call that no one has taken by then is dropped, which ends it: gRPC would
+        hold the stop until its end."""
         while self._failure is None:
             try:
-                self._accepted.append(await super()._request_call())
+                call = await super()._request_call()
+                if self._failure is None:
+                    self._accepted.append(call)
+                del call
             except Exception as error:
                 self._failure = error
                 self._accepted.clear()
             if self._waiter is not None and not self._waiter.done():
                 self._waiter.set_result(None)
 
+    async def shutdown(self, grace: float | None) -> None:
+        """gRPC's own waits for one of the open requests. All of them have ended when it returns."""
+        await super().shutdown(grace)
+        if self._asking:
+            await asyncio.wait(self._asking)
+            self._asking = []
+
+
+GRPCS_CORE = cygrpc.AioServer
+
 
 def accepting_server(options: list[tuple[str, Any]]) -> grpc.aio.Server:
     """As ``grpc.aio.server``, on an ``AcceptingCore``."""
-    core = cygrpc.AioServer
     cygrpc.AioServer = AcceptingCore
     try:
         return grpc.aio.server(options=options)
     finally:
-        cygrpc.AioServer = core
+        cygrpc.AioServer = GRPCS_CORE
