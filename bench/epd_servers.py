@@ -29,7 +29,7 @@ import torch
 
 from bench.harness import lmdeploy, sglang, vllm
 from bench.harness.children import CLOCK_TICKS_PER_S, Child, counters_of, visible_gpu
-from bench.harness.mps import PROGRAM, is_installed, mps_daemon
+from bench.harness.mps import MPS_CONTROL, has_mps, mps_daemon
 from bench.harness.ports import free_port
 from bench.harness.processes import Process, answers
 
@@ -363,7 +363,7 @@ class Group:
         self.encoder_start_s.append(time.perf_counter() - begun)
 
     def _start_mps(self) -> None:
-        if not self.on_cpu and is_installed():
+        if not self.on_cpu and has_mps():
             self._mps = self.stack.enter_context(mps_daemon(self._folder("mps")))
 
     def _mps_variables(self, at: EncoderAt | None) -> dict[str, str]:
@@ -371,7 +371,7 @@ class Group:
         if at is None or not at.mps:
             return {}
         if not self._mps:
-            raise CannotRun("MPS needs a GPU" if self.on_cpu else f"{PROGRAM} is not on PATH")
+            raise CannotRun("MPS needs a GPU" if self.on_cpu else f"{MPS_CONTROL} is not on PATH")
         return self._mps
 
     def _start_vllm_split(self, at: EncoderAt) -> None:

@@ -28,7 +28,7 @@ import torch
 
 from bench.checkpoints import random_checkpoint
 from bench.harness.children import IMAGE_MALLOC, Child, ProcessFailed, ServiceProcess, Snapshot
-from bench.harness.mps import PROGRAM, is_installed, mps_daemon
+from bench.harness.mps import MPS_CONTROL, has_mps, mps_daemon
 from bench.measurement import TimedRun, options_of, percentile
 from bench.serve_peers import OK, STAGES
 from bench.traffic import MAX_PIXELS, MIXES, load_of, specs_of, write_photos
@@ -113,8 +113,8 @@ def parse_arguments(line: list[str] | None = None) -> argparse.Namespace:
         parser.error("rows on the device need a GPU")
     if arguments.replicas < 1:
         parser.error(f"--replicas {arguments.replicas}: at least 1 service is needed")
-    if arguments.mps and not (on_gpu and is_installed()):
-        parser.error(f"--mps needs a GPU and {PROGRAM} on PATH")
+    if arguments.mps and not (on_gpu and has_mps()):
+        parser.error(f"--mps needs a GPU and {MPS_CONTROL} on PATH")
     cores = usable_cores()
     defaults = {
         "mixes": ["448-heavy"] if quick else ["448-heavy", "chat"],

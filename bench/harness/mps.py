@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-PROGRAM = "nvidia-cuda-mps-control"
+MPS_CONTROL = "nvidia-cuda-mps-control"
 
 
-def is_installed() -> bool:
-    return shutil.which(PROGRAM) is not None
+def has_mps() -> bool:
+    return shutil.which(MPS_CONTROL) is not None
 
 
 @contextmanager
@@ -25,8 +25,8 @@ def mps_daemon(folder: Path) -> Iterator[dict[str, str]]:
     # The daemon has all GPUs: it would number those that it sees anew, and its clients name theirs.
     seen = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
     environment = seen | variables
-    subprocess.run([PROGRAM, "-d"], env=environment, check=True)
+    subprocess.run([MPS_CONTROL, "-d"], env=environment, check=True)
     try:
         yield variables
     finally:
-        subprocess.run([PROGRAM], input=b"quit\n", env=environment, check=False)
+        subprocess.run([MPS_CONTROL], input=b"quit\n", env=environment, check=False)

@@ -17,9 +17,10 @@ from grpc._cython import cygrpc  # type: ignore[attr-defined]
 
 # Requests for a call that are open: the most calls that a turn accepts.
 OPEN_REQUESTS = 16
+GRPCS_CORE: Any = cygrpc.AioServer
 
 
-class AcceptingCore(cygrpc.AioServer):  # type: ignore[misc]
+class AcceptingCore(GRPCS_CORE):  # type: ignore[misc]
     """The server below ``grpc.aio.Server``. gRPC's loop over the calls takes each from ``_request_call``.
     Where that changes, calls are accepted one by one again, and tests/unit/rpc/test_event_loop.py fails."""
 
@@ -66,11 +67,9 @@ class AcceptingCore(cygrpc.AioServer):  # type: ignore[misc]
             self._asking = []
 
 
-GRPCS_CORE = cygrpc.AioServer
-
-
 def accepting_server(options: list[tuple[str, Any]]) -> grpc.aio.Server:
-    """As ``grpc.aio.server``, on an ``AcceptingCore``."""
+    """As ``grpc.aio.server``, on an ``AcceptingCore``. options: gRPC's, by name."""
+    # grpc.aio takes the class of its core from there.
     cygrpc.AioServer = AcceptingCore
     try:
         return grpc.aio.server(options=options)
