@@ -12,6 +12,9 @@ Not thread-safe: used from the event loop only. Views are plain tensors and may 
 from __future__ import annotations
 
 import hashlib
+import itertools
+import math
+import operator
 import os
 from collections import deque
 from collections.abc import Sequence
@@ -76,6 +79,7 @@ class Arena:
         PROBE_BYTES of the memory. Raises InternalError if no room remains beside it."""
         self._memory = memory
         self._allocator = RangeAllocator(memory.size_bytes)
+        self._vectors: dict[torch.dtype, torch.Tensor] = {}
         self._holders: dict[Slot, int] = {}
         self._free_indexes = deque(range(max_slots))
         self._closed = False
@@ -206,17 +210,23 @@ class Arena:
         """The slot's first bytes as a tensor, without a copy. Valid while the slot is held. Raises
         InternalError if the slot is smaller or was freed, or if the arena is closed."""
         self._check(slot)
-        num_bytes = dtype.itemsize
-        for extent in shape:
-            num_bytes *= extent
+        strides = [*itertools.accumulate(shape[:0:-1], operator.mul, initial=1)][::-1]
+        num_bytes = math.prod(shape) * dtype.itemsize
         if num_bytes > slot.num_bytes:
             raise InternalError(
                 f"{tuple(shape)} of {dtype} are {num_bytes} bytes, slot {slot.index} has {slot.num_bytes}",
                 found=num_bytes,
                 allowed=slot.num_bytes,
             )
-        end = slot.offset_bytes + num_bytes
-        return self._memory.tensor[slot.offset_bytes : end].view(dtype).view(*shape)
+        # One operation: each lets go of the interpreter's lock and waits for it, beside the decoding threads.
+        return self._whole(dtype).as_strided(shape, strides, slot.offset_bytes // dtype.itemsize)
+
+    def _whole(self, dtype: torch.dtype) -> torch.Tensor:
+        """The memory as a vector. Raises InternalError if the arena is closed."""
+        if dtype not in self._vectors:
+            end = self._memory.size_bytes // dtype.itemsize * dtype.itemsize
+            self._vectors[dtype] = self._memory.tensor[:end].view(dtype)
+        return self._vectors[dtype]
 
     # -- the arena as a whole --------------------------------------------------------------------------
 
@@ -251,6 +261,7 @@ class Arena:
             self._memory.synchronize()
         except Exception as error:  # a failed device runs no more work, so the memory can be closed
             log.warning("the device of an arena failed before its end", error=str(error).partition("\n")[0])
+        self._vectors.clear()
         self._memory.close()
 
     def _check(self, slot: Slot) -> None:
