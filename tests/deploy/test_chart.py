@@ -258,6 +258,16 @@ def test_encoders_run_as_the_user_of_their_language_models_for_mps(user: int) ->
     assert pod_of(objects, GATEWAY)["securityContext"]["runAsUser"] == 65532
 
 
+def test_kernel_settings_are_for_the_encoders_alone() -> None:
+    small_buffers = [{"name": "net.ipv4.tcp_wmem", "value": "4096 16384 131072"}]
+    objects = render({"sysctls": small_buffers}, case="gpu-gateway")
+    validate(objects)
+    assert pod_of(objects)["securityContext"]["sysctls"] == small_buffers
+    assert "sysctls" not in pod_of(objects, GATEWAY)["securityContext"]
+    with pytest.raises(RenderingFailed, match="sysctls"):
+        render({"sysctls": [{"name": "net.ipv4.tcp_wmem"}]})
+
+
 def test_a_gpu_offers_as_many_parts_as_processes_share_it() -> None:
     """With more, each gets less memory and threads; only labelled nodes share."""
     configs = yaml.safe_load((HELM_FOLDER / "device-plugin-mps.yaml").read_text())["config"]

@@ -39,7 +39,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" | 
 {{- end }}
 {{- end }}
 
-{{/* Of every pod's spec, with the user id that runs it. */}}
+{{/* Of every pod's spec, with the user id that runs it, and kernel settings. */}}
 {{- define "vision-encoder.pod" -}}
 serviceAccountName: {{ include "vision-encoder.name" .root }}
 automountServiceAccountToken: false
@@ -51,6 +51,10 @@ securityContext:
   fsGroup: 65532
   seccompProfile:
     type: RuntimeDefault
+  {{- with .sysctls }}
+  sysctls:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
 {{- end }}
 
 {{/* Pods with these labels stand in different zones and on different nodes where they can. */}}
