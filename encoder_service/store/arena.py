@@ -43,9 +43,9 @@ PROBE_BYTES = 4096
 class ArenaMemory(Protocol):
     """Memory that other processes can map. Implemented by ``HostMemory`` and ``CudaMemory``.
 
-    device_uuid: "GPU-..." as NVML writes it; empty for the host. tensor: uint8 [size_bytes] over the memory;
-    a tensor made from it keeps the memory mapped after ``close``. export_fd: returns a new descriptor, which
-    the caller closes. synchronize: waits for work in progress on the memory.
+    device_uuid: "GPU-..." as NVML writes it; empty for the host. tensor: uint8 [size_bytes] over the memory,
+    from the start of its storage; a tensor made from it keeps the memory mapped after ``close``. export_fd:
+    returns a new descriptor, which the caller closes. synchronize: waits for work in progress on the memory.
     """
 
     @property
@@ -218,14 +218,14 @@ class Arena:
                 found=num_bytes,
                 allowed=slot.num_bytes,
             )
-        # One operation: each lets go of the interpreter's lock and waits for it, beside the decoding threads.
+        # One operation of torch, because each releases the interpreter's lock, which decoding threads take.
         return self._whole(dtype).as_strided(shape, strides, slot.offset_bytes // dtype.itemsize)
 
     def _whole(self, dtype: torch.dtype) -> torch.Tensor:
         """The memory as a vector. Raises InternalError if the arena is closed."""
         if dtype not in self._vectors:
-            end = self._memory.size_bytes // dtype.itemsize * dtype.itemsize
-            self._vectors[dtype] = self._memory.tensor[:end].view(dtype)
+            with torch.inference_mode(False):  # the caller's would hold for all later views
+                self._vectors[dtype] = self._memory.tensor.view(dtype)
         return self._vectors[dtype]
 
     # -- the arena as a whole --------------------------------------------------------------------------

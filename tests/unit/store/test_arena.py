@@ -102,6 +102,15 @@ def test_views_have_shape_and_dtype_without_a_copy(arena: Arena) -> None:
         arena.view(slot, (5, 6), torch.bfloat16)
 
 
+def test_a_first_view_in_inference_mode_leaves_later_ones_writable(arena: Arena) -> None:
+    slot = slot_of(arena, 4 * 6 * 2)
+    with torch.inference_mode():
+        arena.view(slot, (4, 6), torch.bfloat16).fill_(1)
+    view = arena.view(slot, (4, 6), torch.bfloat16)
+    assert bool((view == 1).all())
+    view.zero_()
+
+
 def test_too_little_memory_is_refused() -> None:
     with pytest.raises(InternalError, match=f"an arena of {PROBE_BYTES} bytes has no room"):
         Arena(HostMemory(PROBE_BYTES), max_slots=1)
