@@ -61,6 +61,13 @@ class LocalFirstClient(AsyncVisionEncoderClient):
         except EncoderUnavailable:
             return await self._gateway.info(timeout_s=timeout_s)
 
+    async def known_key(self, item: Item, *, timeout_s: float | None = None) -> bytes | None:
+        deadline = self._deadline(timeout_s)
+        try:
+            return await super().known_key(item, timeout_s=timeout_s)
+        except EncoderUnavailable:
+            return await self._gateway.known_key(item, timeout_s=max(MIN_LEFT_S, deadline.left_s))
+
     async def wait_ready(self, timeout_s: float) -> ServerInfo:
         """Waits until either target is ready."""
         waiting = [

@@ -188,20 +188,24 @@ class SharedMemory:
     def _run(self) -> None:
         """The thread's loop: attach, watch the connection, unmap, repeat."""
         while not self._is_closed:
+            target = self._target
             try:
                 connection, attached, reason = self._attach()
             except EncoderError as error:
-                self._note_failure(error)
+                self._note_failure(error, target)
                 continue
             except Exception as error:
                 _log.exception("attaching to the encoder's memory failed")
-                self._note_failure(BrokerError(f"{type(error).__name__}: {error}"))
+                self._note_failure(BrokerError(f"{type(error).__name__}: {error}"), target)
                 continue
             with self._changed:
                 self._current = attached
                 self._num_attempts += 1
                 self._set_transport(Transport(attached.name, reason))
                 self._changed.notify_all()
+                is_outdated = attached.name != "device" and self._target != target
+            if is_outdated:
+                connection.close()
             connection.wait_end()
             with self._changed:
                 self._current, self._connection = None, None
@@ -211,12 +215,17 @@ class SharedMemory:
                 with self._changed:
                     self._changed.wait_for(lambda: self._is_closed, RETRY_S)
 
-    def _note_failure(self, error: EncoderError) -> None:
+    @property
+    def _target(self) -> tuple[str, object]:
+        """The server and the device for an attempt that begins now."""
+        return self._info.instance_id if self._info else "", self._device
+
+    def _note_failure(self, error: EncoderError, target: tuple[str, object]) -> None:
         """Waits before the next attempt: RETRY_S after a retryable error, else until the server or the device
-        changes."""
+        changes. target: of the attempt; it may have changed meanwhile."""
         with self._changed:
             self._num_attempts += 1
-            self._is_final = not error.retryable
+            self._is_final = not error.retryable and target == self._target
             self._set_transport(Transport("inline", error.message))
             self._changed.notify_all()
             if error.retryable:

@@ -25,11 +25,12 @@ of vLLM has one modality."""
 
 @dataclass(frozen=True)
 class FileItem:
-    """An image or a clip. options: those that differ from the checkpoint's. reply: the address for failures
-    (``failures``). is_announced: the file was sent to the encoder, with these options. pixel_grid: if set,
-    the data are pixel values of this grid, float32 [P, D], instead of a file."""
+    """An image or a clip. data: a view where it was unpacked, because the scheduler has no time for copies.
+    options: those that differ from the checkpoint's. reply: the address for failures (``failures``).
+    is_announced: the file was sent to the encoder, with these options. pixel_grid: if set, the data are pixel
+    values of this grid, float32 [P, D], instead of a file."""
 
-    data: bytes = field(repr=False)
+    data: bytes | memoryview = field(repr=False)
     digest: bytes
     modality: Modality = Modality.IMAGE
     options: PreprocessOptions = NO_OPTIONS
@@ -57,7 +58,7 @@ class FileItem:
     @classmethod
     def unpacked(cls, packed: npt.NDArray[np.uint8]) -> FileItem:
         """Raises ValueError."""
-        whole = memoryview(packed.tobytes())
+        whole = packed.data
         try:
             (length,) = struct.unpack_from("<I", whole)
             fields = json.loads(bytes(whole[4 : 4 + length]))
@@ -70,7 +71,7 @@ class FileItem:
             fields["options"] = PreprocessOptions(**options)
             if fields["pixel_grid"] is not None:
                 fields["pixel_grid"] = Grid(*map(operator.index, fields["pixel_grid"]))
-            return cls(data=bytes(whole[4 + length :]), **fields)
+            return cls(data=whole[4 + length :], **fields)
         except (struct.error, KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise ValueError(f"the packed file cannot be read: {error}") from error
 
@@ -79,4 +80,4 @@ class FileItem:
             values = np.frombuffer(self.data, "<f4").reshape(self.pixel_grid.num_patches, -1)
             return PixelItem(values, self.pixel_grid, self.digest, self.modality)
         kind = ImageItem if self.modality is Modality.IMAGE else ClipItem
-        return kind(self.data, digest=self.digest, options=self.options)
+        return kind(bytes(self.data), digest=self.digest, options=self.options)

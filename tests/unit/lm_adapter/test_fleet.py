@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import socket
 import time
@@ -32,6 +33,7 @@ from lm_adapter import (
     keys,
 )
 from lm_adapter.fleet import KnownRoutes
+from lm_adapter.local_first import LocalFirstClient
 from lm_adapter.testing import FakeEncoder, Fault
 from tests.unit.lm_adapter.conftest import Open, opener
 from tests.unit.lm_adapter.test_client import assert_rows_of, digest_of, image
@@ -252,6 +254,21 @@ def test_the_gateway_answers_while_the_local_encoder_is_down(
     assert routes_of(gateway, "Encode") == sorted(digest_of(index).hex() for index in (0, 1))
     fake.start()
     wait_until(lambda: two.encode_one(image(3)) and fake.num_calls["Encode"])  # it is asked again
+
+
+@pytest.mark.anyio
+async def test_the_key_of_an_announced_item_is_the_gateways_while_the_local_encoder_is_down(
+    fake: FakeEncoder, gateway: FakeEncoder
+) -> None:
+    fake.stop()
+    client = LocalFirstClient(fake.target, fallback_target=gateway.target, timeout_s=10.0)
+    try:
+        (announced,) = await client.prefetch([image(2)])
+        assert isinstance(announced, PrefetchStatus)
+        named = dataclasses.replace(image(2), digest=digest_of(2))
+        assert await client.known_key(named) == announced.key
+    finally:
+        await client.close()
 
 
 def test_p44_the_gateway_is_asked_only_for_what_had_not_come(

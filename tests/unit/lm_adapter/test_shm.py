@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -28,8 +29,9 @@ from lm_adapter import (
     VisionEncoderClient,
 )
 from lm_adapter.calls import MIN_INFO_AGE_S
-from lm_adapter.errors import MappingFailed
+from lm_adapter.errors import BrokerError, MappingFailed
 from lm_adapter.shm import mapping
+from lm_adapter.shm.attachment import AttachedMemory, SharedMemory
 from lm_adapter.shm.reader import MappedArena
 from lm_adapter.testing import Fault
 from tests.unit.lm_adapter import shm_rig
@@ -338,6 +340,58 @@ def test_attempts_are_a_second_apart_and_none_follows_a_refusal_for_good(
     assert time.monotonic() - started >= 1
     encoder.broker.refusal = None
     wait_until(lambda: client.transport.name == "host")
+
+
+class Attempts(SharedMemory):
+    """Its attempts wait for ``go``. ``refusal`` ends them; else they attach any kind for which it knows the
+    device."""
+
+    def __init__(self, refusal: BrokerError | None = None) -> None:
+        names = ("device", "host", "inline")
+        super().__init__(names, namespace="", token=str, broker_path="", device=None)
+        self.begun, self.go, self.refusal = threading.Event(), threading.Event(), refusal
+        self.tried: list[str] = []
+
+    def _attach_kind(self, name: str) -> Any:
+        assert self._info is not None
+        self.tried.append(f"{name} of {self._info.instance_id}")
+        if name == "device" and self._device is None:
+            raise MappingFailed("this process does not use CUDA")
+        self.begun.set()
+        assert self.go.wait(10)
+        if self.refusal is not None:
+            raise self.refusal
+        ended = threading.Event()
+        connection: Any = SimpleNamespace(wait_end=ended.wait, close=ended.set)
+        self._connection = connection
+        return connection, AttachedMemory(name, [])
+
+
+def server(instance_id: str) -> Any:
+    return SimpleNamespace(instance_id=instance_id)
+
+
+def test_a_server_that_comes_while_another_one_refuses_is_tried() -> None:
+    memory = Attempts(BrokerError("no", retryable=False))
+    memory.offer(server("old"))
+    assert memory.begun.wait(10)
+    memory.offer(server("new"))
+    memory.go.set()
+    kinds = ("device", "host")
+    wait_until(lambda: memory.is_refused and len(memory.tried) == 4)
+    assert memory.tried == [f"{kind} of {name}" for name in ("old", "new") for kind in kinds]
+    memory.close()
+
+
+def test_a_gpu_that_is_used_while_host_memory_is_attached_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mapping, "current_device", lambda: 0)
+    memory = Attempts()
+    memory.offer(server("one"))
+    assert memory.begun.wait(10)
+    memory.note_device()
+    memory.go.set()
+    wait_until(lambda: memory.transport.name == "device")
+    memory.close()
 
 
 @pytest.mark.parametrize("old_side", ["welcome", "page"])

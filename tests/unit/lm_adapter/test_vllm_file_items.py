@@ -38,6 +38,14 @@ def test_a_packed_request_comes_back(seed: int) -> None:
     assert FileItem.unpacked(torch.from_numpy(packed).numpy()) == request
 
 
+def test_an_unpacked_file_is_not_copied() -> None:
+    """vLLM's scheduler unpacks it between two steps, and keeps it until the request ends."""
+    packed = FileItem(bytes(1000), bytes(32)).packed()
+    unpacked = FileItem.unpacked(packed)
+    assert np.shares_memory(np.frombuffer(unpacked.data, np.uint8), packed)
+    assert isinstance(unpacked.item(), ImageItem)
+
+
 @pytest.mark.parametrize("seed", range(30))
 def test_p33_a_damaged_request_is_a_value_error_or_another_request(seed: int) -> None:
     rng = random.Random(seed)

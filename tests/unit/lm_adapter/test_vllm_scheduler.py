@@ -661,6 +661,23 @@ def test_p33_any_number_of_queued_requests_can_fail_at_once(tracker: RequestTrac
     assert is_ready(tracker, engine, right)
 
 
+@pytest.mark.parametrize("has_arrival", [False, True])
+def test_p33_an_encoder_that_hangs_fails_what_was_queued_before(engine: Engine, has_arrival: bool) -> None:
+    """Else the queue would wait for ``timeout_s`` again and again. Rows that came since then keep it."""
+    now_s = 1.0
+    tracker = tracker_of(engine, clock=lambda: now_s)
+    first, queued = request_of(*(new_image() for _ in range(4))), request_of(new_image())
+    for request in (first, queued):
+        assert not tracker.ensure(request, 0)
+    now_s = 31.0
+    if has_arrival:
+        engine.end(engine.under_way[0])
+    for name in engine.under_way:
+        engine.end(name, DeadlineExceeded("no answer within 30 s"))
+    assert_rejected(tracker, first, *(() if has_arrival else (queued,)))
+    assert is_ready(tracker, engine, queued) is has_arrival
+
+
 NO_FILE = "INVALID_REQUEST: a feature of modality image has no file"
 UNREADABLE = "INTERNAL: the request cannot be read: "
 

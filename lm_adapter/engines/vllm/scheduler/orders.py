@@ -12,6 +12,7 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from lm_adapter.client import AsyncVisionEncoderClient
 from lm_adapter.engines.shared.encoder_thread import EncoderThread
@@ -70,14 +71,15 @@ class RowOrders:
         def left() -> float:
             return max(MIN_CALL_S, ends_s - self._clock())
 
-        sent = item.file.item()
         if item.file.is_announced:
-            key = await client.known_key(sent, timeout_s=left())
+            named = replace(item.file, data=b"").item()
+            key = await client.known_key(named, timeout_s=left())
             if key is not None:
                 with _unless_gone():
                     return await self._read(item, key, item.file.digest, left())
                 # The encoder may be another one by now, which has other keys.
                 await client.info(timeout_s=left())
+        sent = item.file.item()
         for is_second in (False, True):
             (status,) = await client.prefetch([sent], timeout_s=left(), until_encoded=is_second)
             if isinstance(status, ItemFailed):

@@ -356,7 +356,7 @@ class RequestTracker:
                 state.held.pop(index, None)
             else:
                 self._fail(state, error)
-        if error.reason == AWAY and self._rows.arrived_s < entry.ordered_s:
+        if error.reason in (AWAY, TOO_LATE) and self._rows.arrived_s < entry.ordered_s:
             # No rows have arrived since this call began, so requests queued before it fail too.
             for state in self._room.waiters:
                 if state.queued_s <= entry.ordered_s:
