@@ -51,6 +51,7 @@ Each class has a stable ``reason``, which is sent to clients and which dashboard
 
 from __future__ import annotations
 
+import traceback
 from typing import ClassVar
 
 
@@ -249,3 +250,12 @@ def missing_module(error: ModuleNotFoundError) -> str:
         f"the module {error.name} is not installed; the commands and the service need the extra serve: "
         "pip install '.[serve]' in a checkout"
     )
+
+
+def forget_frames(error: BaseException) -> None:
+    """Clears the frames that a failure and its causes came through. They hold the request's content, which
+    nobody counts any more, and some hold the failure: only a garbage collection would free both."""
+    cause: BaseException | None = error
+    while cause is not None:
+        traceback.clear_frames(cause.__traceback__)
+        cause = cause.__cause__ or cause.__context__

@@ -10,10 +10,11 @@ not remembered.
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from encoder_service.errors import DeadlineExceeded, Draining
+from encoder_service.errors import DeadlineExceeded, Draining, forget_frames
 from encoder_service.scheduler.planner import Ticket
 from encoder_service.store.embedding_store import PinnedRows
 from encoder_service.types import EncodedItem, Grid, StageTimings
@@ -48,7 +49,7 @@ class InFlightEncode:
         self._tickets: list[Ticket] = []
         loop = asyncio.get_running_loop()
         self.expected: asyncio.Future[EncodedItem] = loop.create_future()
-        self.task: asyncio.Task[PinnedRows] = loop.create_task(run(self))
+        self.task: asyncio.Task[PinnedRows] = loop.create_task(_without_frames(run(self)))
 
     def ticket(self, grid: Grid, *, merges_time: bool) -> Ticket:
         """A ticket for the engine's queue. It follows callers that join or leave later. merges_time: the
@@ -87,6 +88,16 @@ class InFlightEncode:
         for ticket in self._tickets:
             ticket.cancelled = True
         self.task.cancel()
+
+
+async def _without_frames(run: Coroutine[Any, Any, PinnedRows]) -> PinnedRows:
+    """The coroutine's result. Its failure does not keep the item's content."""
+    try:
+        return await run
+    except BaseException as error:
+        del run
+        forget_frames(error)
+        raise
 
 
 class InFlightEncodes:
@@ -146,11 +157,14 @@ class InFlightEncodes:
         encode.num_callers += 1
         try:
             timeout_s = None if deadline_s is None else max(0.0, deadline_s - self._clock())
-            done, _ = await asyncio.wait((encode.task,), timeout=timeout_s)
-            if not done:
+            await asyncio.wait((encode.task,), timeout=timeout_s)
+            if not encode.task.done():
                 raise DeadlineExceeded("the deadline passed before the item was encoded")
             if encode.task.cancelled():
                 raise Draining("the service stopped before the item was encoded")
+            if encode.task.exception() is not None:
+                # A copy: the task keeps the error, which would keep the frames of every caller.
+                raise copy.copy(encode.task.exception())  # type: ignore[misc]
             return encode.task.result().share()
         finally:
             encode.num_callers -= 1

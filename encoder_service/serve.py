@@ -464,7 +464,7 @@ async def serve(settings: Settings) -> int:
             with contextlib.suppress(asyncio.CancelledError, StartupError):
                 await starting
             log.info("stopped before it was ready")
-            return 0
+            return 0 if service.is_alive() else 1
         starting.result()
         gc.freeze()  # garbage collections then skip torch and the model
         beside = [asyncio.ensure_future(return_freed_memory(service.num_calls))]

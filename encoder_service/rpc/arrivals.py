@@ -140,12 +140,17 @@ class Arrivals:
             return
         del self._connections[arrival.peer]
         if not any(other.peer == arrival.peer for other in self._waiting):
-            self._delivered[arrival.peer] = connection.received
+            self._remember(arrival.peer, connection.received)
 
     def _note_delivered(self, peer: str, num_bytes: int) -> None:
-        """Adds to the bytes of the connection's complete messages. Above MAX_PEERS the connection that was
-        idle the longest is forgotten; if it has a late message again, all that it ever received counts."""
-        self._delivered[peer] = self._delivered.pop(peer, 0) + num_bytes
+        """Adds to the bytes of the connection's complete messages."""
+        self._remember(peer, self._delivered.get(peer, 0) + num_bytes)
+
+    def _remember(self, peer: str, num_bytes: int) -> None:
+        """Above MAX_PEERS the connection that was idle the longest is forgotten; if it has a late message
+        again, all that it ever received counts."""
+        self._delivered.pop(peer, None)
+        self._delivered[peer] = num_bytes
         if len(self._delivered) > MAX_PEERS:
             del self._delivered[next(iter(self._delivered))]
 

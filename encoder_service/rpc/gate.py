@@ -244,3 +244,5 @@ async def on_worker(function: Callable[..., Result], *arguments: object) -> Resu
     except asyncio.CancelledError:
         await asyncio.gather(running, return_exceptions=True)
         raise
+    finally:
+        del running  # with a failure, it would keep the arguments until a garbage collection

@@ -74,7 +74,7 @@ class ItemReader:
                     permit.release()
                 else:  # the caller has left, and the worker still writes to the memory
                     reading.add_done_callback(lambda _: loop.call_soon_threadsafe(permit.release))
-        elif kind in ("pixels", "frames") and message.ByteSize() > MAX_COPIED_ON_LOOP_BYTES:
+        elif kind in ("encoded", "pixels", "frames") and message.ByteSize() > MAX_COPIED_ON_LOOP_BYTES:
             yield await loop.run_in_executor(self.workers, convert.item_from_proto, message), counted
         else:
             yield convert.item_from_proto(message), counted

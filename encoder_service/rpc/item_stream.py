@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 
 import grpc
 
-from encoder_service.errors import VisionEncoderError
+from encoder_service.errors import VisionEncoderError, forget_frames
 from encoder_service.ops.shares import Holder
 from encoder_service.pipeline import EncodeResult, Pipeline
 from encoder_service.rpc import convert
@@ -129,14 +129,22 @@ class ItemStream:
         Raises CancelledError if a write fails, because the caller has left and gRPC has not cancelled this
         task yet; DeadlineExceeded if the caller stops reading; the failure of a routed call."""
         self._num_items = len(requests)
+        failure: BaseException | None = None
         try:
             async with asyncio.TaskGroup() as group:
                 for index, request in enumerate(requests):
                     group.create_task(self._run_item(index, encode, request))
         except ExceptionGroup as failed:
-            if failed.subgroup(grpc.aio.BaseError):
-                raise asyncio.CancelledError from None
-            raise failed.exceptions[0] from None
+            failure = (
+                asyncio.CancelledError() if failed.subgroup(grpc.aio.BaseError) else failed.exceptions[0]
+            )
+            forget_frames(failed)
+            forget_frames(failure)
+        if failure is not None:
+            try:
+                raise failure
+            finally:
+                del failure, group  # they would keep the requests until a garbage collection
 
     async def _run_item(
         self, index: int, encode: Callable[[Request], Awaitable[EncodeResult]], request: Request
@@ -146,8 +154,7 @@ class ItemStream:
             await self._undelivered.wait_for_room()
             delivered, place = await self._delivery.prepare(await encode(request), self._requested)
         except (Exception, asyncio.CancelledError) as error:
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():  # the caller has left
+            if _is_cancelled():  # the caller has left
                 raise
             self._call.item_failure(self._pipeline.metrics, error, index, self._num_items)
             await self._writer.failed(index, as_service_error(error))
@@ -159,3 +166,9 @@ class ItemStream:
             self._call.delivered(self._pipeline.metrics, delivered, index, transport, self._pipeline.clock())
         finally:
             self._undelivered.remove(delivered)
+
+
+def _is_cancelled() -> bool:
+    """Of the current task, which a frame that raises should not hold: it would keep its own failure."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

@@ -23,7 +23,15 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 import grpc
 import structlog
 
-from encoder_service.errors import Cancelled, DeviceFault, Draining, NotReady, Overloaded, UnknownKey
+from encoder_service.errors import (
+    Cancelled,
+    DeviceFault,
+    Draining,
+    NotReady,
+    Overloaded,
+    UnknownKey,
+    UrlUnreachable,
+)
 from encoder_service.ops import traces
 from encoder_service.ops.logs import REQUEST_ID_KEY, RepeatedLines, bind_request, request_id_of
 from encoder_service.ops.metrics import Metrics
@@ -55,6 +63,8 @@ INSTANCE_KEY = "x-instance-id"
 # Log lines shorten the messages of errors, which may repeat content of callers.
 MAX_LOGGED_CHARS = 300
 OUR_FAULT = frozenset(("INTERNAL", "DEVICE_FAULT"))
+# Retryable, though not because the service has no room.
+NO_REFUSALS = OUR_FAULT | {UrlUnreachable.reason}
 TAKES_NO_WORK = (Draining, NotReady, Overloaded, DeviceFault)
 # Lines about failures in ``logs.REPEAT_S``: by reason and caller; by reason, while the service refuses work.
 MAX_FAILURES, MAX_REFUSALS = 20, 1
@@ -138,7 +148,7 @@ class Call:
             metrics.unknown_keys.inc()
             log.debug("key unknown", **self._facts(), **fields)
             return
-        is_refusal = failure.retryable and reason not in OUR_FAULT  # may succeed later
+        is_refusal = failure.retryable and reason not in NO_REFUSALS
         metrics.count(metrics.call_failures if event == "call failed" else metrics.failures, reason)
         if is_refusal:
             metrics.count(metrics.rejections, reason)

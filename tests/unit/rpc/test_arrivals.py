@@ -234,3 +234,18 @@ async def test_callers_that_leave_or_miss_their_deadline_hold_nothing() -> None:
     num_checks = rig.kernel.num_checks
     await asyncio.sleep(0.02)
     assert rig.kernel.num_checks == num_checks, "no check without an incomplete message"
+
+
+async def test_p67_connections_that_leave_in_the_middle_of_a_message_are_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "MAX_PEERS", 4)
+    rig = Rig()
+    for port in range(20):
+        peer = f"ipv4:10.0.0.1:{port + 1}"
+        rig.kernel.received[peer] = 1000
+        _, reading = rig.start(peer)
+        await rig.kernel.check()
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
+    assert len(rig.arrivals._delivered) <= 4

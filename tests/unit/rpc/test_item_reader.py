@@ -17,6 +17,7 @@ from encoder_service.ingest.identity import content_digest
 from encoder_service.ingest.pixel_segments import PixelSegments, SegmentTensor
 from encoder_service.ingest.workers import MAX_COPIED_ON_LOOP_BYTES
 from encoder_service.ops.shares import Holder
+from encoder_service.rpc import convert
 from encoder_service.rpc.item_reader import ItemReader
 from encoder_service.scheduler.admission import Admission, Permit
 from encoder_service.types import DigestOnly, EncodedFile, Item, Modality, PixelValues
@@ -82,6 +83,23 @@ async def test_a_large_tensor_is_converted_off_the_event_loop(
     monkeypatch.setattr(torch, "frombuffer", noted)
     for num_rows in (4, MAX_COPIED_ON_LOOP_BYTES // 16 + 1):
         await reader.use(inline(torch.zeros(num_rows, 4)), same)
+    assert on[0] == threading.main_thread().name
+    assert on[1] != on[0]
+
+
+async def test_a_large_file_is_copied_off_the_event_loop(
+    reader: ItemReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on: list[str] = []
+    converted = convert.item_from_proto
+
+    def noted(*arguments: Any) -> Item:
+        on.append(threading.current_thread().name)
+        return converted(*arguments)
+
+    monkeypatch.setattr(convert, "item_from_proto", noted)
+    for num_bytes in (4, MAX_COPIED_ON_LOOP_BYTES + 1):
+        await reader.use(pb.Item(modality=pb.MODALITY_IMAGE, encoded=bytes(num_bytes)), same)
     assert on[0] == threading.main_thread().name
     assert on[1] != on[0]
 

@@ -10,7 +10,14 @@ import pytest
 from starlette.requests import ClientDisconnect
 from structlog.testing import capture_logs
 
-from encoder_service.errors import DeadlineExceeded, InternalError, QueueFull, UndecodableImage, UnknownKey
+from encoder_service.errors import (
+    DeadlineExceeded,
+    InternalError,
+    QueueFull,
+    UndecodableImage,
+    UnknownKey,
+    UrlUnreachable,
+)
 from encoder_service.ops.logs import REPEAT_S, RepeatedLines
 from encoder_service.ops.metrics import Metrics
 from encoder_service.rpc import observed
@@ -61,6 +68,12 @@ def test_p71_a_flood_of_refusals_is_one_line_and_all_are_counted(
     assert len(logs) == 201, "at debug all are there"
     assert samples(metrics, "ve_item_failures_total") == {"QUEUE_FULL": 201}
     assert samples(metrics, "ve_rejections_total") == {"QUEUE_FULL": 201}
+
+
+def test_a_url_that_fails_is_no_lack_of_room(metrics: Metrics) -> None:
+    call_of().item_failure(metrics, UrlUnreachable("the URL's server answers 503"), 0, 2)
+    assert samples(metrics, "ve_item_failures_total") == {"URL_UNREACHABLE": 1}
+    assert samples(metrics, "ve_rejections_total") == {}
 
 
 def test_p71_a_callers_broken_files_hide_nobody_elses(metrics: Metrics, clock: list[float]) -> None:

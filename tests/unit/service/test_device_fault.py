@@ -11,8 +11,9 @@ import torch
 
 from bench.harness.waiting import PATIENCE_S
 from encoder_service.config import parse_settings
+from encoder_service.errors import DeviceFault
 from encoder_service.pipeline import ServedModel
-from encoder_service.serve import Service
+from encoder_service.serve import Service, serve
 from encoder_service.startup import build_engine
 from tests.fakes import FakePreprocessor, FakeTower
 from tests.unit.service.rig import memory_store
@@ -36,3 +37,14 @@ async def test_a_device_fault_freezes_the_store_before_the_service_stops() -> No
     assert await asyncio.wait_for(service.wait(), PATIENCE_S) is engine.fault
     assert store.reserve("", expected(2)) is None, "the device may still write to a slot"
     await service.stop()
+
+
+async def test_a_device_fault_during_the_start_is_no_success(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process manager restarts what failed."""
+
+    async def start(service: Service) -> None:
+        service.on_device_fault(DeviceFault("the device failed"))
+        await asyncio.sleep(PATIENCE_S)
+
+    monkeypatch.setattr(Service, "start", start)
+    assert await asyncio.wait_for(serve(parse_settings(model=Path("/m"))), PATIENCE_S) == 1
