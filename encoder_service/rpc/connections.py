@@ -119,10 +119,13 @@ class ConnectionShares:
 
     async def run(self, ports: Collection[int]) -> None:
         """Checks the server's connections until it is cancelled. ports: of the server's addresses."""
+        num_descriptors = 0
         while True:
-            is_filling = len(_descriptor_names()) > self._max_connections / 2
+            num_before, num_descriptors = num_descriptors, len(_descriptor_names())
+            is_filling = num_descriptors > self._max_connections / 2
             # A client in a loop can open all remaining connections within milliseconds.
-            await asyncio.sleep(FILLING_CHECK_S if is_filling else CHECK_S)
+            is_urgent = is_filling and (num_descriptors > num_before or self._was_full)
+            await asyncio.sleep(FILLING_CHECK_S if is_urgent else CHECK_S)
             if is_filling:
                 hosts = await asyncio.to_thread(self.check, ports)
                 if hosts and not self._was_full:

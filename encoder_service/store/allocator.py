@@ -122,9 +122,9 @@ class FreeingPlan:
         self._units: dict[int, int] = {}
         self._before: dict[int, int] = {}
 
-    def free(self, offset: int) -> int:
-        """Adds the range that starts at ``offset`` to the freed ones. Returns the size in bytes of the hole
-        that would contain it. O(1)."""
+    def free(self, offset: int) -> tuple[int, int]:
+        """Adds the range that starts at ``offset`` to the freed ones. Returns the offset and the size in
+        bytes of the hole that would contain it. O(1)."""
         first = offset // ALIGNMENT_BYTES
         num_units = self._taken[first]
         behind = first + num_units
@@ -138,7 +138,7 @@ class FreeingPlan:
             first = before
         self._units[first] = num_units
         self._before[first + num_units] = first
-        return num_units * ALIGNMENT_BYTES
+        return first * ALIGNMENT_BYTES, num_units * ALIGNMENT_BYTES
 
 
 def _key(first: int, num_units: int) -> int:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -40,6 +41,8 @@ RESERVED_SHARE = 1 / 2
 # RECHECK_SHARE: share that is written before this is checked again.
 READY_SHARE = 1 / 4
 RECHECK_SHARE = 1 / 32
+# Most copies ahead of evictions that one step of the event loop begins, or lists when they have ended.
+MAX_MOVES = 64
 # Share of a host arena that copies made ahead of an eviction may take. With a larger share, in a small arena,
 # each copy would evict an earlier one.
 SPILLED_SHARE = 1 / 2
@@ -496,12 +499,12 @@ class EmbeddingStore:
         capacity_bytes = device.arena.capacity_bytes
         ready_bytes = min(capacity_bytes * READY_SHARE, host.arena.capacity_bytes * SPILLED_SHARE)
         lacking_bytes = int(ready_bytes) - device.arena.free_bytes
-        entries = device.next_evicted(lacking_bytes)
+        entries = deque(device.next_evicted(lacking_bytes))
         try:
             while entries:
                 moves, num_bytes = list[tuple[PinnedRows, Reservation]](), 0
-                while entries and (not moves or num_bytes < capacity_bytes * RECHECK_SHARE):
-                    entry = entries.pop(0)
+                while entries and len(moves) < MAX_MOVES and num_bytes < capacity_bytes * RECHECK_SHARE:
+                    entry = entries.popleft()
                     if (
                         entry.name in host
                         or (entry.name, host) in self._moves

@@ -145,15 +145,17 @@ class Tier:
         self.arena.close()
 
     def _evictable(self, num_bytes: int) -> list[Entry] | None:
-        """The first entries in eviction order whose eviction leaves a range of num_bytes (and a free index).
-        None if evicting all of them does not."""
-        victims: list[Entry] = []
-        plan, largest_bytes = self.arena.freeing_plan(), self.arena.largest_free_bytes
+        """The entries whose eviction leaves a range of num_bytes (and a free index): of the first ones in
+        eviction order with which there is one, those inside it. None if evicting all does not."""
+        passed: list[Entry] = []
+        plan, lacks_index = self.arena.freeing_plan(), self.arena.largest_free_bytes >= num_bytes
         for entry in self._eviction_order():
-            victims.append(entry)
-            largest_bytes = max(largest_bytes, plan.free(entry.slot.offset_bytes))
-            if largest_bytes >= num_bytes:
-                return victims
+            if lacks_index:
+                return [entry]
+            passed.append(entry)
+            begin, size_bytes = plan.free(entry.slot.offset_bytes)
+            if size_bytes >= num_bytes:
+                return [each for each in passed if begin <= each.slot.offset_bytes < begin + size_bytes]
         return None
 
     def _eviction_order(self) -> Iterator[Entry]:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import socket
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from encoder_service.rpc import connections
 from encoder_service.rpc.connections import ConnectionShares, connection_of, open_connections, received_bytes
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/fd")
@@ -102,3 +105,34 @@ def test_a_descriptor_that_has_become_anothers_is_left_alone(server: Server) -> 
     assert server.is_open(end)
     other.close()
     end.close()
+
+
+@pytest.mark.anyio
+async def test_many_connections_that_stay_are_checked_as_seldom_as_few(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A check reads every descriptor of the process."""
+    monkeypatch.setattr(connections, "CHECK_S", 0.05)
+    monkeypatch.setattr(connections, "FILLING_CHECK_S", 0.001)
+    names, num_checks = ["1"] * 100, 0
+    monkeypatch.setattr(connections, "_descriptor_names", lambda: names)
+
+    def check(_shares: ConnectionShares, _ports: object) -> set[str]:
+        nonlocal num_checks
+        num_checks += 1
+        if is_growing:
+            names.append("1")
+        return set()
+
+    monkeypatch.setattr(ConnectionShares, "check", check)
+    is_growing = False
+    checking = asyncio.ensure_future(ConnectionShares(16).run({1}))
+    await asyncio.sleep(0.5)
+    assert 1 <= num_checks <= 12
+    is_growing = True
+    names.append("1")
+    before_s, before = time.monotonic(), num_checks
+    while num_checks < before + 40:
+        await asyncio.sleep(0.001)
+        assert time.monotonic() < before_s + 0.05 * 40, "a check for each 0.05 s"
+    checking.cancel()

@@ -115,7 +115,7 @@ class AllocatorMachine(RuleBasedStateMachine):
                 start -= 1
             while stop < SIZE // ALIGNMENT_BYTES and stop not in taken:
                 stop += 1
-            assert plan.free(offset) == (stop - start) * ALIGNMENT_BYTES
+            assert plan.free(offset) == (start * ALIGNMENT_BYTES, (stop - start) * ALIGNMENT_BYTES)
 
     @invariant()
     def counts_agree(self) -> None:

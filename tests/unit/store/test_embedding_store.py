@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import random
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 import pytest
 import torch
 
 from encoder_service.errors import Draining, InternalError, StoreFull
 from encoder_service.store import embedding_store
-from encoder_service.store.embedding_store import EmbeddingStore, PinnedRows
-from encoder_service.store.tier import ANNOUNCED_PROTECTION_S
+from encoder_service.store.embedding_store import EmbeddingStore, PinnedRows, Reservation
+from encoder_service.store.tier import ANNOUNCED_PROTECTION_S, Tier
 from encoder_service.types import ClipFacts, EncodedItem
 from tests.reference_reader import reader_of
 from tests.unit.store.arenas import (
     ITEM_BYTES,
+    NUM_ROWS,
     Clock,
     announce,
     expected,
@@ -228,7 +230,42 @@ async def test_a_location_names_the_rows(host_only: EmbeddingStore) -> None:
     assert host_only.max_announced_bytes("device") == 0
 
 
+async def test_a_large_item_evicts_what_lies_in_its_place_alone() -> None:
+    """Rows that were used in any order lie everywhere: evicting the oldest until some range is free would
+    take nearly all."""
+    store = store_of(40)
+    for name in range(40):
+        land(store, name)
+    for name in random.sample(range(40), 40):
+        hold(store, name).drop()
+    land(store, 40, num_rows=5 * NUM_ROWS)
+    assert len(resident(store, range(40))) == 35
+    check_store(store)
+    store.close()
+
+
 # -- two tiers -------------------------------------------------------------------------------------------
+
+
+async def test_copies_ahead_of_evictions_begin_a_few_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is work on the event loop, and a large arena has tens of thousands of rows."""
+    monkeypatch.setattr(embedding_store, "MAX_MOVES", 2)
+    monkeypatch.setattr(embedding_store, "RECHECK_SHARE", 1 / 2)
+    store = store_of(40, 40)
+    begun: list[int] = []
+    start = store._start_moves
+
+    def noted(moves: Sequence[tuple[PinnedRows, Reservation]], tier: Tier) -> asyncio.Task[None]:
+        begun.append(len(moves))
+        return start(moves, tier)
+
+    monkeypatch.setattr(store, "_start_moves", noted)
+    for name in range(40):
+        land(store, name)
+    await settle(store)
+    assert set(begun) == {2}
+    assert sum(begun) == store.counters.copies_to_host == 10
+    store.close()
 
 
 async def test_the_engine_writes_to_the_device_and_else_to_the_host(store: EmbeddingStore) -> None:
