@@ -55,7 +55,7 @@ class Metrics:
         self.requests = counter("ve_requests_total", "RPCs by method and status.", ["method", "status"])
         self.items = counter(
             "ve_items_total",
-            "Items that calls delivered, by cache tier. Reads by the directory make no call.",
+            "Items whose rows were ready for calls, Prefetch included, by cache tier. Reads by the directory make no call.",
             ["tier"],
         )
         self.failures = counter("ve_item_failures_total", "Failed items by reason.", ["reason"])
@@ -76,7 +76,9 @@ class Metrics:
             "Items by how their rows were delivered: inline, or as a place in host or device memory.",
             ["transport"],
         )
-        self.rows_bytes = counter("ve_rows_bytes_total", "Bytes of rows delivered.")
+        self.rows_bytes = counter(
+            "ve_rows_bytes_total", "Bytes of rows that were ready for calls, Prefetch included."
+        )
         self.directory_reads = counter(
             "ve_directory_reads_total",
             "Reads in shared memory that clients reported: at an announced place, or by the directory.",

@@ -93,7 +93,7 @@ class Delivery:
         memory and go inline. Takes over ``delivered``, even when it raises. Raises as
         ``Pipeline.ensure_tier``."""
         metrics, (namespace, tier, after_lost_read) = self._metrics, requested
-        if after_lost_read and delivered.tier in (CacheTier.MISS, CacheTier.IN_FLIGHT):
+        if after_lost_read and delivered.tier is CacheTier.MISS:
             metrics.encodes_repeated.inc()
         if tier is not None and not after_lost_read:
             reason = self._inline_reason(delivered, tier, namespace)
