@@ -55,7 +55,7 @@ class Metrics:
         self.requests = counter("ve_requests_total", "RPCs by method and status.", ["method", "status"])
         self.items = counter(
             "ve_items_total",
-            "Items whose rows were ready for calls, Prefetch included, by cache tier. Reads by the directory make no call.",
+            "Items that were ready for calls, Prefetch included, by tier. Directory reads make no call.",
             ["tier"],
         )
         self.failures = counter("ve_item_failures_total", "Failed items by reason.", ["reason"])
