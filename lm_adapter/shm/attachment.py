@@ -118,7 +118,7 @@ class SharedMemory:
         self._thread: threading.Thread | None = None
         self._is_closed = False
         self._num_attempts = 0
-        self._is_final = False
+        self._refused: tuple[str, object] | None = None
         self.transport = Transport("inline", "not attached yet")
 
     @property
@@ -136,8 +136,6 @@ class SharedMemory:
         with self._changed:
             if self._is_closed or not self._names:
                 return
-            if self._info is None or self._info.instance_id != info.instance_id:
-                self._is_final = False
             self._info = info
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="encoder-memory", daemon=True)
@@ -151,11 +149,9 @@ class SharedMemory:
             if device is not None:
                 with self._changed:
                     self._device = device
-                    self._is_final = False
-                    connection = self._connection
                     self._changed.notify_all()
-                if connection is not None and self.transport.name != "device":
-                    connection.close()  # attach again, this time to device memory
+                    if self._connection is not None and self.transport.name != "device":
+                        self._connection.close()  # attach again, this time to device memory
 
     @property
     def needs_wait(self) -> bool:
@@ -170,7 +166,7 @@ class SharedMemory:
     @property
     def is_refused(self) -> bool:
         """Whether no further attempt is made before the server or the device changes."""
-        return self._is_final or self._thread is None
+        return self._refused == self._target or self._thread is None
 
     def close(self) -> None:
         """Detaches and unmaps. Can be repeated."""
@@ -178,12 +174,11 @@ class SharedMemory:
             return
         with self._changed:
             self._is_closed = True
-            thread, connection = self._thread, self._connection
+            if self._connection is not None:
+                self._connection.close()
             self._changed.notify_all()
-        if connection is not None:
-            connection.close()
-        if thread is not None and thread is not threading.current_thread():
-            thread.join(UNMAP_TIMEOUT_S)
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(UNMAP_TIMEOUT_S)
 
     def _run(self) -> None:
         """The thread's loop: attach, watch the connection, unmap, repeat."""
@@ -191,21 +186,19 @@ class SharedMemory:
             target = self._target
             try:
                 connection, attached, reason = self._attach()
-            except EncoderError as error:
-                self._note_failure(error, target)
-                continue
             except Exception as error:
-                _log.exception("attaching to the encoder's memory failed")
-                self._note_failure(BrokerError(f"{type(error).__name__}: {error}"), target)
+                if not isinstance(error, EncoderError):
+                    _log.exception("attaching to the encoder's memory failed")
+                    error = BrokerError(f"{type(error).__name__}: {error}")
+                self._note_failure(error, target)
                 continue
             with self._changed:
                 self._current = attached
                 self._num_attempts += 1
                 self._set_transport(Transport(attached.name, reason))
                 self._changed.notify_all()
-                is_outdated = attached.name != "device" and self._target != target
-            if is_outdated:
-                connection.close()
+                if attached.name != "device" and self._target != target:
+                    connection.close()
             connection.wait_end()
             with self._changed:
                 self._current, self._connection = None, None
@@ -217,21 +210,19 @@ class SharedMemory:
 
     @property
     def _target(self) -> tuple[str, object]:
-        """The server and the device for an attempt that begins now."""
         return self._info.instance_id if self._info else "", self._device
 
     def _note_failure(self, error: EncoderError, target: tuple[str, object]) -> None:
-        """Waits before the next attempt: RETRY_S after a retryable error, else until the server or the device
-        changes. target: of the attempt; it may have changed meanwhile."""
+        """Waits RETRY_S after a retryable error, else until the server or the device is another one."""
         with self._changed:
             self._num_attempts += 1
-            self._is_final = not error.retryable and target == self._target
+            self._refused = None if error.retryable else target
             self._set_transport(Transport("inline", error.message))
             self._changed.notify_all()
             if error.retryable:
                 self._changed.wait_for(lambda: self._is_closed, RETRY_S)
             else:
-                self._changed.wait_for(lambda: self._is_closed or not self._is_final)
+                self._changed.wait_for(lambda: self._is_closed or self._refused != self._target)
 
     def _attach(self) -> tuple[BrokerConnection, AttachedMemory, str]:
         """Attaches the first kind that works. Raises EncoderError, retryable if any kind may work later."""
