@@ -256,6 +256,8 @@ def forget_frames(error: BaseException) -> None:
     """Clears the frames that a failure and its causes came through. They hold the request's content, which
     nobody counts any more, and some hold the failure: only a garbage collection would free both."""
     cause: BaseException | None = error
-    while cause is not None:
+    cleared: list[BaseException] = []
+    while cause is not None and cause not in cleared:
+        cleared.append(cause)
         traceback.clear_frames(cause.__traceback__)
         cause = cause.__cause__ or cause.__context__

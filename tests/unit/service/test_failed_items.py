@@ -18,6 +18,7 @@ from encoder_service.errors import (
     InvalidRequest,
     QueueFull,
     UndecodableImage,
+    forget_frames,
 )
 from encoder_service.ops.tokens import NamespaceTokens
 from encoder_service.rpc import response
@@ -156,3 +157,9 @@ async def test_p17_a_malformed_messages_bytes_are_freed() -> None:
     except InvalidRequest:
         permit.release()
     await until(lambda: sys.getrefcount(data) == before)
+
+
+def test_causes_may_be_a_circle() -> None:
+    first, second = InvalidRequest("a"), InvalidRequest("b")
+    first.__cause__, second.__cause__ = second, first
+    forget_frames(first)
