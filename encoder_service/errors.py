@@ -51,7 +51,6 @@ Each class has a stable ``reason``, which is sent to clients and which dashboard
 
 from __future__ import annotations
 
-import traceback
 from typing import ClassVar
 
 
@@ -252,12 +251,10 @@ def missing_module(error: ModuleNotFoundError) -> str:
     )
 
 
-def forget_frames(error: BaseException) -> None:
-    """Clears the frames that a failure and its causes came through. They hold the request's content, which
-    nobody counts any more, and some hold the failure: only a garbage collection would free both."""
+def forget_traceback(error: BaseException) -> None:
+    """Drops the traceback of a failure and of its causes. Its frames hold the request's content, which nobody
+    counts any more, and some hold the failure: only a garbage collection would free both."""
     cause: BaseException | None = error
-    cleared: list[BaseException] = []
-    while cause is not None and cause not in cleared:
-        cleared.append(cause)
-        traceback.clear_frames(cause.__traceback__)
+    while cause is not None and cause.__traceback__ is not None:
+        cause.__traceback__ = None
         cause = cause.__cause__ or cause.__context__

@@ -14,7 +14,7 @@ import copy
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from encoder_service.errors import DeadlineExceeded, Draining, forget_frames
+from encoder_service.errors import DeadlineExceeded, Draining, forget_traceback
 from encoder_service.scheduler.planner import Ticket
 from encoder_service.store.embedding_store import PinnedRows
 from encoder_service.types import EncodedItem, Grid, StageTimings
@@ -49,7 +49,7 @@ class InFlightEncode:
         self._tickets: list[Ticket] = []
         loop = asyncio.get_running_loop()
         self.expected: asyncio.Future[EncodedItem] = loop.create_future()
-        self.task: asyncio.Task[PinnedRows] = loop.create_task(_without_frames(run(self)))
+        self.task: asyncio.Task[PinnedRows] = loop.create_task(_without_traceback(run(self)))
 
     def ticket(self, grid: Grid, *, merges_time: bool) -> Ticket:
         """A ticket for the engine's queue. It follows callers that join or leave later. merges_time: the
@@ -90,13 +90,13 @@ class InFlightEncode:
         self.task.cancel()
 
 
-async def _without_frames(run: Coroutine[Any, Any, PinnedRows]) -> PinnedRows:
+async def _without_traceback(run: Coroutine[Any, Any, PinnedRows]) -> PinnedRows:
     """The coroutine's result. Its failure does not keep the item's content."""
     try:
         return await run
     except BaseException as error:
         del run
-        forget_frames(error)
+        forget_traceback(error)
         raise
 
 

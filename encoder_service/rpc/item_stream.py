@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 
 import grpc
 
-from encoder_service.errors import VisionEncoderError, forget_frames
+from encoder_service.errors import VisionEncoderError, forget_traceback
 from encoder_service.ops.shares import Holder
 from encoder_service.pipeline import EncodeResult, Pipeline
 from encoder_service.rpc import convert
@@ -138,8 +138,9 @@ class ItemStream:
             failure = (
                 asyncio.CancelledError() if failed.subgroup(grpc.aio.BaseError) else failed.exceptions[0]
             )
-            forget_frames(failed)
-            forget_frames(failure)
+            forget_traceback(failed)
+            if isinstance(failure, VisionEncoderError):  # of a defect it is logged
+                forget_traceback(failure)
         if failure is not None:
             try:
                 raise failure

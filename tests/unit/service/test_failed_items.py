@@ -4,6 +4,7 @@ collector is off, because it may not run for long."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import sys
 import time
@@ -18,7 +19,7 @@ from encoder_service.errors import (
     InvalidRequest,
     QueueFull,
     UndecodableImage,
-    forget_frames,
+    forget_traceback,
 )
 from encoder_service.ops.tokens import NamespaceTokens
 from encoder_service.rpc import response
@@ -160,6 +161,10 @@ async def test_p17_a_malformed_messages_bytes_are_freed() -> None:
 
 
 def test_causes_may_be_a_circle() -> None:
-    first, second = InvalidRequest("a"), InvalidRequest("b")
-    first.__cause__, second.__cause__ = second, first
-    forget_frames(first)
+    errors = [InvalidRequest("a"), InvalidRequest("b")]
+    for error in errors:
+        with contextlib.suppress(InvalidRequest):
+            raise error
+    errors[0].__cause__, errors[1].__cause__ = errors[1], errors[0]
+    forget_traceback(errors[0])
+    assert [error.__traceback__ for error in errors] == [None, None]
