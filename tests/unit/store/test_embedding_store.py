@@ -239,7 +239,8 @@ async def test_a_large_item_evicts_what_lies_in_its_place_alone() -> None:
     for name in random.sample(range(40), 40):
         hold(store, name).drop()
     land(store, 40, num_rows=5 * NUM_ROWS)
-    assert len(resident(store, range(40))) == 35
+    # The last of them may join two ranges, each too small by itself.
+    assert 5 <= 40 - len(resident(store, range(40))) <= 4 + 1 + 4
     check_store(store)
     store.close()
 
