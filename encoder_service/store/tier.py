@@ -8,6 +8,8 @@ evicted in this order, least recently used first:
 3. rows that were announced to a reader in another process within ANNOUNCED_PROTECTION_S and that no reader
    has reported as read, the oldest announcement first.
 
+Of the first rows in this order that would leave a large enough range, those outside it stay.
+
 Not thread-safe: used from the event loop only.
 """
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -259,9 +260,12 @@ def test_encoders_run_as_the_user_of_their_language_models_for_mps(user: int) ->
 
 
 def test_kernel_settings_are_for_the_encoders_alone() -> None:
-    small_buffers = [{"name": "net.ipv4.tcp_wmem", "value": "4096 16384 131072"}]
-    objects = render({"sysctls": small_buffers}, case="gpu-gateway")
+    """With the option that the documents give."""
+    (option,) = re.findall(r"`(--set-json .*?)`", Path("docs/transports.md").read_text())
+    line = helm("template", NAME, str(CHART), *files_of("gpu-gateway"), *shlex.split(option))
+    objects = [each for each in yaml.safe_load_all(line) if each]
     validate(objects)
+    small_buffers = [{"name": "net.ipv4.tcp_wmem", "value": "4096 16384 131072"}]
     assert pod_of(objects)["securityContext"]["sysctls"] == small_buffers
     assert "sysctls" not in pod_of(objects, GATEWAY)["securityContext"]
     with pytest.raises(RenderingFailed, match="sysctls"):

@@ -7,7 +7,6 @@ import contextlib
 import os
 import socket
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import pytest
 
 from encoder_service.rpc import connections
 from encoder_service.rpc.connections import ConnectionShares, connection_of, open_connections, received_bytes
+from tests.unit.service.rig import until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/fd")
 
@@ -108,31 +108,28 @@ def test_a_descriptor_that_has_become_anothers_is_left_alone(server: Server) -> 
 
 
 @pytest.mark.anyio
-async def test_many_connections_that_stay_are_checked_as_seldom_as_few(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("reason", ["none", "more connections", "some were ended"])
+async def test_many_connections_are_checked_often_while_something_happens(
+    monkeypatch: pytest.MonkeyPatch, reason: str
 ) -> None:
-    """A check reads every descriptor of the process."""
-    monkeypatch.setattr(connections, "CHECK_S", 0.05)
-    monkeypatch.setattr(connections, "FILLING_CHECK_S", 0.001)
+    """A check reads every descriptor of the process. Here the seldom ones never come."""
+    monkeypatch.setattr(connections, "CHECK_S", 3600.0)
+    monkeypatch.setattr(connections, "FILLING_CHECK_S", 0.0)
     names, num_checks = ["1"] * 100, 0
     monkeypatch.setattr(connections, "_descriptor_names", lambda: names)
 
     def check(_shares: ConnectionShares, _ports: object) -> set[str]:
         nonlocal num_checks
         num_checks += 1
-        if is_growing:
+        if reason == "more connections":
             names.append("1")
-        return set()
+        return {"10.0.0.1"} if reason == "some were ended" else set()
 
     monkeypatch.setattr(ConnectionShares, "check", check)
-    is_growing = False
     checking = asyncio.ensure_future(ConnectionShares(16).run({1}))
-    await asyncio.sleep(0.5)
-    assert 1 <= num_checks <= 12
-    is_growing = True
-    names.append("1")
-    before_s, before = time.monotonic(), num_checks
-    while num_checks < before + 40:
-        await asyncio.sleep(0.001)
-        assert time.monotonic() < before_s + 0.05 * 40, "a check for each 0.05 s"
+    is_often = reason != "none"
+    await until(lambda: num_checks >= (20 if is_often else 1))
+    if not is_often:
+        await asyncio.sleep(0.05)
+        assert num_checks == 1
     checking.cancel()
